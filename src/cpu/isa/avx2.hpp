@@ -60,7 +60,7 @@ struct Avx2 {
     const __m256i below_begin = _mm256_cmpgt_epi32(_mm256_set1_epi32(clamp_lane(begin)), lanes);
     return _mm256_castsi256_ps(_mm256_andnot_si256(below_begin, below_end));
   }
-  FG_INLINE Mask not_inf(Vec x) { return _mm256_cmp_ps(x, infinity(), _CMP_NEQ_UQ); }
+  FG_INLINE Mask not_equal(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
   FG_INLINE Mask less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
   FG_INLINE Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
   FG_INLINE Vec keep(Mask m, Vec x) { return _mm256_and_ps(m, x); }

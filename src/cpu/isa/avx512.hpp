@@ -45,9 +45,7 @@ struct Avx512Base {
   FG_INLINE Vec scale(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
 
   FG_INLINE Mask lane_mask(std::int64_t begin, std::int64_t end) { return static_cast<Mask>(first_lanes(end) & ~first_lanes(begin)); }
-  FG_INLINE Mask not_inf(Vec x) {
-    return _mm512_cmp_ps_mask(x, _mm512_set1_ps(std::numeric_limits<float>::infinity()), _CMP_NEQ_UQ);
-  }
+  FG_INLINE Mask not_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
   FG_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
   FG_INLINE Mask both(Mask a, Mask b) { return static_cast<Mask>(a & b); }
   FG_INLINE Vec keep(Mask m, Vec x) { return _mm512_maskz_mov_ps(m, x); }

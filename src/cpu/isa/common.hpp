@@ -22,7 +22,7 @@
 // | fraction(x, n) | x - n for n = round(x), 0 for x = +-inf |
 // | round(x) scale(p, n) | nearest even integer; p * 2^n, 0 far below the range |
 // | lane_mask(begin, end) | lanes l with begin <= l < end; any integers |
-// | not_inf(x) less(a, b) both(m, n) | masks: x != +inf (NaN counts); a < b; m and n |
+// | not_equal(a, b) less(a, b) both(m, n) | masks: a != b (true where one is NaN); a < b; m and n |
 // | keep(m, x) select(m, a, b) | m ? x : 0; m ? a : b |
 // | any(m) any_nan(x) reduce_add(x) reduce_max(x) | over the lanes, in a fixed order |
 // | load_as<DType>(p) store_as<DType>(p, v) | kLanes elements, converted (stores round to nearest even) |

@@ -68,7 +68,7 @@ struct Generic {
     const Mask lanes = {0, 1, 2, 3};
     return (lanes >= set1_int(clamp_lane(begin))) & (lanes < set1_int(clamp_lane(end)));
   }
-  FG_INLINE Mask not_inf(Vec x) { return x != set1(std::numeric_limits<float>::infinity()); }
+  FG_INLINE Mask not_equal(Vec a, Vec b) { return a != b; }
   FG_INLINE Mask less(Vec a, Vec b) { return a < b; }
   FG_INLINE Mask both(Mask a, Mask b) { return a & b; }
   FG_INLINE Vec keep(Mask m, Vec x) { return (Vec)(m & (Mask)x); }
