@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs reference.hpp over whole problems. Every element of every output is computed by one thread in one order, so the bits do not
-// depend on the number of threads, and no workspace is needed.
+// Runs reference.hpp over whole problems. Every element of every output is computed by one thread
+// in one order, so the bits do not depend on the number of threads, and no workspace is needed.
 #include "reference/reference.hpp"
 
 #include <algorithm>
@@ -154,7 +154,7 @@ Status backward(const Problem& p, const Args& a) {
 
 }  // namespace
 
-const Backend reference_backend{"reference", detail,  available, supports, workspace_size,
-                                forward,     backward};
+const Backend reference_backend{"reference",    detail,  available, supports,
+                                workspace_size, forward, backward};
 
 }  // namespace flashgrad

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention as the textbook has it, forward and backward: the oracle that every other backend is judged by, and the backend of last
-// resort. Each function computes a few rows (or keys) of one head of one sequence and nothing else, so whole problems and small samples
-// of huge ones are served alike, in any order, by any number of threads, with the same bits. Nothing is stored but the result: logits
-// are computed again where they are needed.
+// Attention as the textbook has it, forward and backward: the oracle that every other backend is
+// judged by, and the backend of last resort. Each function computes a few rows (or keys) of one
+// head of one sequence and nothing else, so whole problems and small samples of huge ones are
+// served alike, in any order, by any number of threads, with the same bits. Nothing is stored but
+// the result: logits are computed again where they are needed.
 //
-// The equations stand in Formula; the loops below only say which rows meet which keys. A Formula on float that rounds every intermediate
-// is the "naive in the input dtype" of docs/semantics.md, and a wrong Formula is how tests/conformance/mutation_test.cpp proves that a
-// wrong backend would be noticed.
+// The equations stand in Formula; the loops below only say which rows meet which keys. A Formula on
+// float that rounds every intermediate is the "naive in the input dtype" of docs/semantics.md, and
+// a wrong Formula is how tests/conformance/mutation_test.cpp proves that a wrong backend would be
+// noticed.
 #pragma once
 
 #include <array>
@@ -45,7 +47,8 @@ struct Formula {
     const Real s = scale * dot;
     return softcap > 0 ? softcap * std::tanh(s / softcap) : s;
   }
-  // p = exp(s - lse). A rounded lse can lie below a huge s, which must not lift p over 1. NaN stays NaN.
+  // p = exp(s - lse). A rounded lse can lie below a huge s, which must not lift p over 1. NaN stays
+  // NaN.
   [[nodiscard]] Real probability(Real s, Real lse) const {
     const Real exponent = s - lse;
     return std::exp(exponent > 0 ? Real{0} : exponent);
@@ -66,9 +69,12 @@ struct NaiveFormula : Formula<float> {
   explicit NaiveFormula(const Problem& p) : Formula<float>(p), dtype(p.dtype) {}
   [[nodiscard]] float round(float x) const {
     switch (dtype) {
-      case DType::kBF16: return bf16_to_f32(f32_to_bf16(x));
-      case DType::kF16: return f16_to_f32(f32_to_f16(x));
-      default: return x;
+      case DType::kBF16:
+        return bf16_to_f32(f32_to_bf16(x));
+      case DType::kF16:
+        return f16_to_f32(f32_to_f16(x));
+      default:
+        return x;
     }
   }
 };
@@ -145,7 +151,8 @@ void add_scaled(Row<R>& sum, R w, const Row<R>& x, std::int64_t size) {
   }
 }
 
-// The hull of the keys that rows[0, num_rows) may see, and of the rows that may see keys[0, num_keys).
+// The hull of the keys that rows[0, num_rows) may see, and of the rows that may see keys[0,
+// num_keys).
 inline Range keys_of(const Band& band, const std::int64_t* rows, int num_rows) {
   return num_rows > 0 ? band.kv_range(rows[0], rows[num_rows - 1] + 1) : Range{};
 }
@@ -162,7 +169,8 @@ struct RowState {
   R dlse = 0;
 };
 
-// delta_i = <dout_i, out_i>; also loads dout_i. An empty row (lse = +-inf) and one that sees only its sink read neither.
+// delta_i = <dout_i, out_i>; also loads dout_i. An empty row (lse = +-inf) and one that sees only
+// its sink read neither.
 template <class R>
 RowState<R> load_row_state(const Head& head, std::int64_t i, Row<R>& dout) {
   const Args& a = head.args;
@@ -185,7 +193,8 @@ RowState<R> load_row_state(const Head& head, std::int64_t i, Row<R>& dout) {
   return state;
 }
 
-// lse_i = log( sum_{visible j} exp(s_ij) + exp(sink) )  and  out_i = sum_j p_ij v_j  of ascending `rows` of one head.
+// lse_i = log( sum_{visible j} exp(s_ij) + exp(sink) )  and  out_i = sum_j p_ij v_j  of ascending
+// `rows` of one head.
 template <class F, class R = typename F::Real>
 void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int num_rows,
                   Block<R>& out, std::array<R, kBlock>& lse) {
@@ -196,8 +205,8 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
   Block<R> q;
   Row<R> k;
   Row<R> v;
-  // The running maximum m and the sum l of exp(s - m): a later, higher m rescales l. exp(s - s) is 1, or NaN if s is infinite: a
-  // visible logit of +inf makes the row NaN.
+  // The running maximum m and the sum l of exp(s - m): a later, higher m rescales l. exp(s - s) is
+  // 1, or NaN if s is infinite: a visible logit of +inf makes the row NaN.
   std::array<double, kBlock> m;
   std::array<double, kBlock> l;
   for (int r = 0; r < num_rows; ++r) {
@@ -244,7 +253,8 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
   }
 }
 
-// dq_i = scale * sum_j ds_ij k_j  of ascending `rows` of one head, from args.out, args.lse, args.dout and args.dlse.
+// dq_i = scale * sum_j ds_ij k_j  of ascending `rows` of one head, from args.out, args.lse,
+// args.dout and args.dlse.
 template <class F, class R = typename F::Real>
 void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int num_rows,
                    Block<R>& dq) {
@@ -284,8 +294,9 @@ void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int n
   }
 }
 
-// dk_j = scale * sum_i ds_ij q_i  and  dv_j = sum_i p_ij dout_i  of ascending `keys` of one kv head, the sums over all query heads of its
-// group (head.head_q is the first). Without dout, dv is exactly 0.
+// dk_j = scale * sum_i ds_ij q_i  and  dv_j = sum_i p_ij dout_i  of ascending `keys` of one kv
+// head, the sums over all query heads of its group (head.head_q is the first). Without dout, dv is
+// exactly 0.
 template <class F, class R = typename F::Real>
 void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys, Block<R>& dk,
                    Block<R>& dv) {
@@ -338,7 +349,8 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
   }
 }
 
-// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one sequence.
+// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one
+// sequence.
 template <class F>
 double backward_sink(const F& /*f*/, const Head& head) {
   using R = typename F::Real;
