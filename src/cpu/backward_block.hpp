@@ -43,7 +43,7 @@ class KeyBlock {
   // Computes dk and dv of the block and its part of dq.
   void run() {
     const Range queries = band_.q_range(k0_, k0_ + valid_);
-    if (queries.empty()) {
+    if (queries.empty() || !plan_.needs_p) {
       write_zeros();
       return;
     }
@@ -59,6 +59,10 @@ class KeyBlock {
       }
     }
     write();
+    if (p_.wants_dv && !plan_.needs_dv) {
+      const std::int64_t row = job_.sequence.kv_begin + k0_;
+      zero_rows(args_.dv, job_.sequence.batch_index, row, row + valid_, job_.kv_head, p_.head_dim_v);
+    }
   }
 
  private:
@@ -70,7 +74,7 @@ class KeyBlock {
         const std::int64_t row = job_.sequence.kv_begin + k0_ + j;
         finite = stage_row<Isa>(args_.k, args_.k.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim,
                                 b_.k_rows + j * plan_.units_qk, plan_.units_qk);
-        if (plan_.needs_ds) {
+        if (plan_.needs_ds && p_.has_dout) {
           stage_row<Isa>(args_.v, args_.v.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim_v,
                          b_.v_rows + j * plan_.units_v, plan_.units_v);
         }
@@ -114,7 +118,7 @@ class KeyBlock {
       return units(band_.q_range(k0_ + m_begin, k0_ + (m_end < valid_ ? m_end : valid_)), q0, q0 + rows_q);
     };
     const bool not_finite = head.block_not_finite[q_block] != 0;
-    if (p_.wants_dv) {
+    if (plan_.needs_dv) {
       multiply_panels<Isa, false>(rows_, plan_.columns_v, b_.p_rows, kLdP<Isa>, head.dout_depth + q0 / Isa::kPair * plan_.columns_v,
                                   rows_q / Isa::kPair, b_.dv, plan_.columns_v, add, queries_of);  // (5)
       if (not_finite) {
@@ -137,7 +141,7 @@ class KeyBlock {
   void panel_tiles(const HeadPack<Isa>& head, std::int64_t q0, std::int64_t panel) {
     const std::int64_t query = q0 + panel;
     const Unit* q_columns = head.q_columns + query * plan_.units_qk;
-    const Unit* dout_columns = plan_.needs_ds ? head.dout_columns + query * plan_.units_v : nullptr;
+    const Unit* dout_columns = plan_.depth_v() > 0 ? head.dout_columns + query * plan_.units_v : nullptr;
     const bool has_void = head.panel_has_void[query / kWidth<Isa>] != 0;
     alignas(64) float weight_buffer[Isa::kRows * kWidth<Isa>];
     Tile<Isa> tile;
@@ -287,14 +291,14 @@ class KeyBlock {
         write_row<Isa>(b_.dk + j * plan_.columns_qk, static_cast<float>(p_.scale), args_.dk,
                        args_.dk.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim);
       }
-      if (p_.wants_dv) {
+      if (plan_.needs_dv) {
         write_row<Isa>(b_.dv + j * plan_.columns_v, 1.F, args_.dv, args_.dv.offset(job_.sequence.batch_index, row, job_.kv_head),
                        p_.head_dim_v);
       }
     }
   }
 
-  // No query sees the block.
+  // No query sees the block, or nothing that depends on p is wanted.
   void write_zeros() {
     const std::int64_t row = job_.sequence.kv_begin + k0_;
     if (p_.wants_dk) {

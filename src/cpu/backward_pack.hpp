@@ -26,7 +26,7 @@ static bool stage_rows(const Tensor& t, const Sequence& seq, std::int64_t i, std
   bool all_finite = true;
   for (int r = 0; r < Isa::kLanes; ++r) {
     bool finite = true;
-    if (live[r] && t) {
+    if (live[r]) {
       finite = stage_row<Isa>(t, t.offset(seq.batch_index, seq.q_begin + i + r, head), n, staging + r * units, units);
     } else {
       std::memset(staging + r * units, 0, static_cast<std::size_t>(units) * sizeof(typename Isa::Unit));
@@ -98,13 +98,13 @@ template <class Isa>
       pack_depth<Isa>(staging, plan.units_qk, Isa::kLanes, plan.columns_qk, pack.q_depth + q0 / Isa::kPair * plan.columns_qk,
                       rows / Isa::kPair, k_begin);
     }
-    if (plan.needs_ds || p.wants_dv) {
+    if (p.has_dout && (plan.needs_ds || plan.needs_dv)) {
       all_finite &= stage_rows<Isa>(args.dout, seq, i, head, p.head_dim_v, live, staging, plan.units_v, pack.dout_not_finite + i);
     }
-    if (plan.needs_ds) {
+    if (p.has_dout && plan.needs_ds) {
       pack_columns<Isa>(staging, plan.units_v, plan.units_v, pack.dout_columns + panel * plan.units_v + (i - panel));
     }
-    if (p.wants_dv) {
+    if (plan.needs_dv) {
       zero_marked_rows<Isa>(staging, plan.units_v, pack.dout_not_finite + i);
       pack_depth<Isa>(staging, plan.units_v, Isa::kLanes, plan.columns_v, pack.dout_depth + q0 / Isa::kPair * plan.columns_v,
                       rows / Isa::kPair, k_begin);

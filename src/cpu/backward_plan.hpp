@@ -51,7 +51,8 @@ struct BackwardPlan {
         units_qk(staged_units<Isa>(problem.head_dim)),
         units_v(staged_units<Isa>(problem.head_dim_v)),
         needs_ds(problem.wants_dq || problem.wants_dk),
-        needs_p(needs_ds || problem.wants_dv) {}
+        needs_dv(problem.wants_dv && problem.has_dout),
+        needs_p(needs_ds || needs_dv) {}
 
   const Problem& p;
   std::int64_t columns_qk;  // head_dim in whole vectors: columns of dq and dk
@@ -59,10 +60,11 @@ struct BackwardPlan {
   std::int64_t units_qk;    // a staged row of q or k
   std::int64_t units_v;     // a staged row of v or dout
   bool needs_ds;
+  bool needs_dv;  // without dout, dv is 0, and dp too: its product has no depth
   bool needs_p;
 
   [[nodiscard]] std::int64_t depth_qk() const { return ceil_div(p.head_dim, Isa::kPair); }
-  [[nodiscard]] std::int64_t depth_v() const { return ceil_div(p.head_dim_v, Isa::kPair); }
+  [[nodiscard]] std::int64_t depth_v() const { return p.has_dout ? ceil_div(p.head_dim_v, Isa::kPair) : 0; }
 };
 
 // One query head, packed. Rows are the sequence's, padded to the panel width; padding and rows that add nothing are zeros.
@@ -91,13 +93,13 @@ static HeadPack<Isa> take_head(Arena& arena, const BackwardPlan<Isa>& plan, cons
   if (plan.needs_p) {
     head.q_columns = arena.take<Unit>(rows * plan.units_qk);
   }
-  if (plan.needs_ds) {
+  if (plan.needs_ds && plan.p.has_dout) {
     head.dout_columns = arena.take<Unit>(rows * plan.units_v);
   }
   if (plan.p.wants_dk) {
     head.q_depth = arena.take<Unit>(rows / Isa::kPair * plan.columns_qk);
   }
-  if (plan.p.wants_dv) {
+  if (plan.needs_dv) {
     head.dout_depth = arena.take<Unit>(rows / Isa::kPair * plan.columns_v);
   }
   if (plan.p.wants_dq) {
