@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scalar conversions against the formats' definitions: all 65536 values, and every place where rounding decides.
+// The scalar conversions against the formats' definitions: all 65536 values, and every place where
+// rounding decides.
 #include "core/dtype.hpp"
 
 #include <gtest/gtest.h>
@@ -35,8 +36,9 @@ struct Format {
   [[nodiscard]] double value(int magnitude) const {
     const int exponent = magnitude >> mantissa_bits;
     const int mantissa = magnitude & ((1 << mantissa_bits) - 1);
-    return exponent == 0 ? std::ldexp(mantissa, 1 - bias() - mantissa_bits)
-                         : std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias() - mantissa_bits);
+    return exponent == 0
+               ? std::ldexp(mantissa, 1 - bias() - mantissa_bits)
+               : std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias() - mantissa_bits);
   }
 
   [[nodiscard]] std::uint16_t from_f64(double x) const {
@@ -72,7 +74,8 @@ TEST_P(SixteenBit, EveryValueMeansWhatItsBitsSayAndComesBack) {
       ASSERT_TRUE(std::isnan(back) && std::signbit(back) == negative) << bits;
       continue;
     }
-    const double meant = magnitude == f.infinity() ? std::numeric_limits<double>::infinity() : f.value(magnitude);
+    const double meant =
+        magnitude == f.infinity() ? std::numeric_limits<double>::infinity() : f.value(magnitude);
     ASSERT_EQ(std::abs(static_cast<double>(widened)), meant) << bits;
     ASSERT_EQ(f.to_f64(x), static_cast<double>(widened)) << bits;
     ASSERT_EQ(f.from_f32(widened), x) << bits;
@@ -80,8 +83,9 @@ TEST_P(SixteenBit, EveryValueMeansWhatItsBitsSayAndComesBack) {
   }
 }
 
-// Between each two neighbours (the last pair is the largest finite value and infinity): the halfway point goes to the even one, the
-// closest numbers on its two sides go to theirs. In f64 those sides are nearer than f32 can tell from halfway.
+// Between each two neighbours (the last pair is the largest finite value and infinity): the halfway
+// point goes to the even one, the closest numbers on its two sides go to theirs. In f64 those sides
+// are nearer than f32 can tell from halfway.
 TEST_P(SixteenBit, RoundsToNearestEvenBetweenAllNeighbours) {
   const Format f = GetParam();
   const double infinity = std::numeric_limits<double>::infinity();
@@ -94,7 +98,9 @@ TEST_P(SixteenBit, RoundsToNearestEvenBetweenAllNeighbours) {
     const double halfway = below + step / 2;
     for (const int sign : {0, 0x8000}) {
       const double s = sign == 0 ? 1 : -1;
-      const auto bits = [sign](int magnitude) { return static_cast<std::uint16_t>(magnitude | sign); };
+      const auto bits = [sign](int magnitude) {
+        return static_cast<std::uint16_t>(magnitude | sign);
+      };
       ASSERT_EQ(f.from_f64(s * halfway), bits(even)) << low;
       ASSERT_EQ(f.from_f64(s * std::nextafter(halfway, 0.0)), bits(low)) << low;
       ASSERT_EQ(f.from_f64(s * std::nextafter(halfway, infinity)), bits(high)) << low;
@@ -106,14 +112,19 @@ TEST_P(SixteenBit, RoundsToNearestEvenBetweenAllNeighbours) {
       const auto sf = static_cast<float>(s);
       ASSERT_EQ(f.from_f32(sf * halfway_f32), bits(even)) << low;
       ASSERT_EQ(f.from_f32(sf * std::nextafter(halfway_f32, 0.0F)), bits(low)) << low;
-      ASSERT_EQ(f.from_f32(sf * std::nextafter(halfway_f32, std::numeric_limits<float>::infinity())), bits(high)) << low;
+      ASSERT_EQ(
+          f.from_f32(sf * std::nextafter(halfway_f32, std::numeric_limits<float>::infinity())),
+          bits(high))
+          << low;
     }
   }
 }
 
 TEST_P(SixteenBit, BeyondTheRange) {
   const Format f = GetParam();
-  const auto negative = [](std::uint16_t bits) { return static_cast<std::uint16_t>(bits | 0x8000); };
+  const auto negative = [](std::uint16_t bits) {
+    return static_cast<std::uint16_t>(bits | 0x8000);
+  };
   for (const double huge : {1e39, 1e300, std::numeric_limits<double>::infinity()}) {
     EXPECT_EQ(f.from_f64(huge), f.infinity());
     EXPECT_EQ(f.from_f64(-huge), negative(f.infinity()));
@@ -124,7 +135,8 @@ TEST_P(SixteenBit, BeyondTheRange) {
     EXPECT_EQ(f.from_f64(tiny), 0);
     EXPECT_EQ(f.from_f64(-tiny), 0x8000) << "the sign of zero stays";
   }
-  for (const double nan : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::signaling_NaN()}) {
+  for (const double nan :
+       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::signaling_NaN()}) {
     EXPECT_TRUE(std::isnan(f.to_f32(f.from_f64(nan))));
   }
   // A NaN whose payload lies only in the bits that are cut off must not become infinity.
@@ -133,7 +145,8 @@ TEST_P(SixteenBit, BeyondTheRange) {
 }
 
 TEST(Dtype, F32AndF64AreStoredAsTheLanguageConverts) {
-  const std::vector<double> values = {0.1, -1.0 / 3, 1e-45, 3e38, 1 + 0x1p-24, 1 + 0x1p-24 + 0x1p-50};
+  const std::vector<double> values = {0.1,  -1.0 / 3,    1e-45,
+                                      3e38, 1 + 0x1p-24, 1 + 0x1p-24 + 0x1p-50};
   std::vector<float> f32(values.size());
   std::vector<double> f64(values.size());
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -143,7 +156,8 @@ TEST(Dtype, F32AndF64AreStoredAsTheLanguageConverts) {
   EXPECT_EQ(f64, values);
   for (std::size_t i = 0; i < values.size(); ++i) {
     EXPECT_EQ(f32[i], static_cast<float>(values[i]));
-    EXPECT_EQ(load_f64(f32.data(), DType::kF32, static_cast<std::int64_t>(i)), static_cast<double>(f32[i]));
+    EXPECT_EQ(load_f64(f32.data(), DType::kF32, static_cast<std::int64_t>(i)),
+              static_cast<double>(f32[i]));
     EXPECT_EQ(load_f64(f64.data(), DType::kF64, static_cast<std::int64_t>(i)), values[i]);
   }
   EXPECT_EQ(f32[4], 1.0F) << "halfway between 1 and 1 + 2^-23 goes to the even one";

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The band mask against its definition, row by row and key by key, in 128-bit arithmetic that can't overflow.
+// The band mask against its definition, row by row and key by key, in 128-bit arithmetic that can't
+// overflow.
 #include "core/mask.hpp"
 
 #include <gtest/gtest.h>
@@ -45,7 +46,8 @@ struct Case {
   }
 };
 
-// Whether `range` holds exactly the indices in [0, count) for which `contains` is true. Any empty range is as good as another.
+// Whether `range` holds exactly the indices in [0, count) for which `contains` is true. Any empty
+// range is as good as another.
 template <class Contains>
 bool holds_exactly(const Range& range, std::int64_t count, Contains&& contains) {
   std::int64_t found = 0;
@@ -59,7 +61,8 @@ bool holds_exactly(const Range& range, std::int64_t count, Contains&& contains) 
   return found == range.size();
 }
 
-// Every query of a Band about every block of rows and keys, blocks past the end of the sequence included.
+// Every query of a Band about every block of rows and keys, blocks past the end of the sequence
+// included.
 void check_band(const Case& c) {
   SCOPED_TRACE(c.describe());
   const Band band = c.band();
@@ -81,7 +84,9 @@ void check_band(const Case& c) {
     for (std::int64_t m_end = m_begin; m_end <= c.seqlen_q + 2; ++m_end) {
       const Range rows{m_begin, m_end};
       ASSERT_TRUE(holds_exactly(band.kv_range(m_begin, m_end), c.seqlen_kv,
-                                [&](std::int64_t j) { return count_visible(rows, {j, j + 1}) > 0; }))
+                                [&](std::int64_t j) {
+                                  return count_visible(rows, {j, j + 1}) > 0;
+                                }))
           << "rows " << m_begin << ".." << m_end;
       for (std::int64_t n_begin = 0; n_begin <= c.seqlen_kv; ++n_begin) {
         for (std::int64_t n_end = n_begin; n_end <= c.seqlen_kv + 2; ++n_end) {
@@ -90,7 +95,8 @@ void check_band(const Case& c) {
           ASSERT_EQ(band.is_empty(m_begin, m_end, n_begin, n_end), count == 0)
               << "rows " << m_begin << ".." << m_end << " keys " << n_begin << ".." << n_end;
           if (!rows.empty() && !keys.empty()) {
-            ASSERT_EQ(band.is_full(m_begin, m_end, n_begin, n_end), count == rows.size() * keys.size())
+            ASSERT_EQ(band.is_full(m_begin, m_end, n_begin, n_end),
+                      count == rows.size() * keys.size())
                 << "rows " << m_begin << ".." << m_end << " keys " << n_begin << ".." << n_end;
           }
         }
@@ -101,7 +107,9 @@ void check_band(const Case& c) {
     for (std::int64_t n_end = n_begin; n_end <= c.seqlen_kv + 2; ++n_end) {
       const Range keys{n_begin, n_end};
       ASSERT_TRUE(holds_exactly(band.q_range(n_begin, n_end), c.seqlen_q,
-                                [&](std::int64_t i) { return count_visible({i, i + 1}, keys) > 0; }))
+                                [&](std::int64_t i) {
+                                  return count_visible({i, i + 1}, keys) > 0;
+                                }))
           << "keys " << n_begin << ".." << n_end;
     }
   }
@@ -135,15 +143,18 @@ TEST(Mask, OffsetsReplaceTheAlignment) {
   check_all({-2, 0, 1, 4, kUnbounded}, {1, 4}, {-7, -1, 0, 2, 9});
 }
 
-// Shifts and sides whose sum leaves 64 bits, and pairs of huge ones that cancel to a band inside the sequence.
+// Shifts and sides whose sum leaves 64 bits, and pairs of huge ones that cancel to a band inside
+// the sequence.
 TEST(Mask, ExtremeShiftsAndSides) {
   constexpr std::int64_t kMin = INT64_MIN;
   constexpr std::int64_t kMax = INT64_MAX;
   constexpr std::int64_t kOpen = std::int64_t{1} << 31;
   constexpr std::int64_t kQuarter = std::int64_t{1} << 61;
-  check_all({kMin, kMin + 2, -kMax, -kQuarter - 1, -kQuarter, -kOpen, -1, 0, kOpen - 1, kOpen, kMax}, {1, 4},
-            {kMin, kMin + 1, kMin + 3, -kQuarter - 2, -kOpen - 1, -kOpen, 1 - kOpen, 0, kOpen - 1, kOpen, kQuarter,
-             kQuarter + 2, kMax - 1, kMax});
+  check_all(
+      {kMin, kMin + 2, -kMax, -kQuarter - 1, -kQuarter, -kOpen, -1, 0, kOpen - 1, kOpen, kMax},
+      {1, 4},
+      {kMin, kMin + 1, kMin + 3, -kQuarter - 2, -kOpen - 1, -kOpen, 1 - kOpen, 0, kOpen - 1, kOpen,
+       kQuarter, kQuarter + 2, kMax - 1, kMax});
 }
 
 TEST(Mask, SidesOpenAtTwoToThe31) {
@@ -168,10 +179,12 @@ TEST(Mask, NamedMasks) {
   EXPECT_EQ(causal.kv_range(1, 2), (Range{0, 5}));
   const Band top_left = Band::of({kUnbounded, 0, Alignment::kTopLeft}, 2, 5);
   EXPECT_EQ(top_left.kv_range(0, 2), (Range{0, 2}));
-  EXPECT_TRUE(Band::of({-1, -1, Alignment::kBottomRight}, 9, 9).is_empty(0, 9, 0, 9)) << "no row sees anything";
+  EXPECT_TRUE(Band::of({-1, -1, Alignment::kBottomRight}, 9, 9).is_empty(0, 9, 0, 9))
+      << "no row sees anything";
   const Band off_diagonal = Band::of({-128, 864, Alignment::kTopLeft}, 1000, 1000);
   EXPECT_EQ(off_diagonal.kv_range(0, 1), (Range{128, 865}));
-  EXPECT_TRUE(off_diagonal.is_empty(872, 1000, 0, 1000)) << "128 keys past the diagonal there are none left";
+  EXPECT_TRUE(off_diagonal.is_empty(872, 1000, 0, 1000))
+      << "128 keys past the diagonal there are none left";
 }
 
 }  // namespace
