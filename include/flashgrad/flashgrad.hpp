@@ -13,6 +13,10 @@
 #ifndef FLASHGRAD_FLASHGRAD_HPP_
 #define FLASHGRAD_FLASHGRAD_HPP_
 
+#if __cplusplus < 202002L
+#error "flashgrad.hpp needs C++20; flashgrad.h does with any C++"
+#endif
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
