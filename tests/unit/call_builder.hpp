@@ -27,8 +27,8 @@ struct TestTensor {
   DLDevice device{kDLCPU, 0};
   std::uint64_t byte_offset = 0;
   bool given = true;
-  std::vector<double> storage = std::vector<double>(512);  // aligned for every dtype
-  void* data = nullptr;                                    // null: the storage, unless null_data
+  std::vector<std::byte> storage = std::vector<std::byte>(4096);  // aligned for every dtype
+  void* data = nullptr;  // null: the storage, unless null_data
   bool null_data = false;
   DLTensor dl{};
 

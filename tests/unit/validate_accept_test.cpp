@@ -34,7 +34,7 @@ void set_dtype(C& c, DLDataType dtype) {
 }
 
 // Three rows of 60 f32 per sequence hold several tensors side by side; this one begins at `offset`.
-void slice(TestTensor& t, std::vector<double>& buffer, std::int64_t offset,
+void slice(TestTensor& t, std::vector<float>& buffer, std::int64_t offset,
            std::int64_t head_stride) {
   t.data = buffer.data();
   t.strides = {180, 60, head_stride, 1};
@@ -159,7 +159,7 @@ TEST(Accepted, DoutOfASumOverRows) {
 
 TEST(Accepted, QKVOfOneBuffer) {
   C c(kFixed);
-  std::vector<double> buffer(256);
+  std::vector<float> buffer(512);
   c.k.shape[1] = c.v.shape[1] = 3;
   c.seqused_kv.given = false;
   slice(c.q, buffer, 0, 8);
@@ -170,7 +170,7 @@ TEST(Accepted, QKVOfOneBuffer) {
 
 TEST(Accepted, GradientsOfOneBuffer) {
   C c(kFixed);
-  std::vector<double> buffer(256);
+  std::vector<float> buffer(512);
   for (TestTensor* t : {&c.k, &c.v, &c.dk, &c.dv}) t->shape[1] = 3;
   c.seqused_kv.given = false;
   slice(c.dq, buffer, 0, 8);
@@ -181,7 +181,7 @@ TEST(Accepted, GradientsOfOneBuffer) {
 
 TEST(Accepted, GradientsInterleavedByHead) {
   C c(kFixed);
-  std::vector<double> buffer(256);
+  std::vector<float> buffer(512);
   for (TestTensor* t : {&c.k, &c.v, &c.dk, &c.dv}) t->shape[1] = 3;
   c.seqused_kv.given = false;
   slice(c.dk, buffer, 0, 20);
@@ -401,7 +401,7 @@ TEST(Problem, WhatAPackedProblemHolds) {
   EXPECT_EQ(p.max_seqlen_kv, 10) << "never more than all rows together";
   EXPECT_GE(p.num_threads, 1);
   EXPECT_FALSE(p.has_dout || p.wants_dq || p.wants_dsinks) << "forward does not look at gradients";
-  EXPECT_EQ(result.args.q.data, call.q.storage.data() + 1);
+  EXPECT_EQ(result.args.q.data, call.q.storage.data() + 8);
   EXPECT_EQ(result.args.lse.offset(0, 2, 3), 3 * 6 + 2) << "lse is (heads_q, total_q)";
 
   const Sequence s = sequence(p, result.args, 1);

@@ -299,7 +299,7 @@ TEST(Refused, Overlaps) {
                      c.out.byte_offset = 4 * (2 * 5 * 2 * 6 - 1);
                    },
                    {"out:", "overlaps v"});
-  refused_by_calls(kFixed, kForward, [](C& c) { c.lse.data = c.k.storage.data() + 9; },
+  refused_by_calls(kFixed, kForward, [](C& c) { c.lse.data = c.k.storage.data() + 72; },
                    {"lse:", "overlaps k"});
   refused_by_calls(kFixed, kForward, [](C& c) { c.lse.data = c.out.storage.data(); },
                    {"out:", "overlaps lse"});
@@ -456,7 +456,7 @@ TEST(Validate, TheWorkspaceMustNotOverlapATensor) {
   const fg_tensors tensors = call.assemble();
   Call result;
   for (const auto& [data, name] :
-       {std::pair{call.q.storage.data() + 3, "q"}, {call.out.storage.data() - 1, "out"}}) {
+       {std::pair{call.q.storage.data() + 24, "q"}, {call.out.storage.data() - 8, "out"}}) {
     const Scratch scratch{data, 64};
     const Status status = validate(Pass::kForward, &tensors, nullptr, &scratch, &result);
     EXPECT_EQ(status.code, FG_INVALID_ARGUMENT);
