@@ -13,7 +13,8 @@
 namespace flashgrad::tool {
 namespace {
 
-// More threads than this bring nothing, and a system refuses to start some number of them; the results are the same bits for any.
+// More threads than this bring nothing, and a system refuses to start some number of them; the
+// results are the same bits for any.
 std::int64_t max_threads() {
   return std::max<std::int64_t>(64, 4 * std::int64_t{std::thread::hardware_concurrency()});
 }
@@ -25,8 +26,8 @@ std::int64_t parse_window_side(std::string_view text) {
 void parse_window(const std::string& text, fg_options& options) {
   const std::size_t comma = text.find(',');
   if (comma == std::string::npos || text.find(',', comma + 1) != std::string::npos) {
-    throw Error(fmt::format("--window: got '{}', want LEFT,RIGHT (whole numbers or inf)",
-                            printable(text)));
+    throw Error(
+        fmt::format("--window: got '{}', want LEFT,RIGHT (whole numbers or inf)", printable(text)));
   }
   const std::string_view view = text;
   options.window_left = parse_window_side(view.substr(0, comma));
@@ -40,16 +41,17 @@ std::string side(std::int64_t value) {
 }  // namespace
 
 void add_call_options(CLI::App& app, CallArguments& arguments) {
-  CLI::Option* causal =
-      app.add_flag("--causal", arguments.causal, "A row sees the keys up to its own: --window inf,0");
+  CLI::Option* causal = app.add_flag("--causal", arguments.causal,
+                                     "A row sees the keys up to its own: --window inf,0");
   app.add_option("--window", arguments.window,
                  "Row i sees keys i + shift - LEFT to i + shift + RIGHT; inf opens a side, a "
                  "negative side moves the band off the diagonal")
       ->type_name("LEFT,RIGHT")
       ->excludes(causal);
-  app.add_option("--align", arguments.align,
-                 "Where the diagonal stands: bottom-right (shift = seqlen_kv - seqlen_q) or top-left "
-                 "(shift = 0)")
+  app.add_option(
+         "--align", arguments.align,
+         "Where the diagonal stands: bottom-right (shift = seqlen_kv - seqlen_q) or top-left "
+         "(shift = 0)")
       ->type_name("CORNER")
       ->capture_default_str();
   app.add_option("--scale", arguments.scale, "Factor of q k^T; default 1/sqrt(head_dim)")
@@ -84,8 +86,8 @@ void add_call_options(CLI::App& app, CallArguments& arguments) {
 CallOptions::CallOptions(const CallArguments& arguments) {
   if (arguments.causal) {
     options.window_right = 0;
-  } else if (!arguments.window.empty()) {
-    parse_window(arguments.window, options);
+  } else if (arguments.window) {
+    parse_window(*arguments.window, options);
   }
 
   if (arguments.align == "top-left") {
@@ -95,8 +97,8 @@ CallOptions::CallOptions(const CallArguments& arguments) {
                             printable(arguments.align)));
   }
 
-  if (!arguments.scale.empty()) {
-    options.scale = parse_real(arguments.scale, "--scale");
+  if (arguments.scale) {
+    options.scale = parse_real(*arguments.scale, "--scale");
   }
   options.softcap = parse_real(arguments.softcap, "--softcap");
   if (options.softcap < 0) {
@@ -114,11 +116,12 @@ CallOptions::CallOptions(const CallArguments& arguments) {
   }
 
   options.deterministic = arguments.deterministic ? 1 : 0;
-  if (!arguments.threads.empty()) {
-    const std::int64_t threads = parse_integer(arguments.threads, "--threads", 1, INT32_MAX);
+  if (arguments.threads) {
+    const std::int64_t threads = parse_integer(*arguments.threads, "--threads", 1, INT32_MAX);
     if (threads > max_threads()) {
-      std::cerr << fmt::format("flashgrad: note: --threads {}: {} are used, the results are the same\n",
-                               threads, max_threads());
+      std::cerr << fmt::format(
+          "flashgrad: note: --threads {}: {} are used, the results are the same\n", threads,
+          max_threads());
     }
     options.num_threads = static_cast<std::int32_t>(std::min(threads, max_threads()));
   }

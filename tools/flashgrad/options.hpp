@@ -1,25 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// The options that say what to compute. `run` and `check` share them, so that a failing check can print the command that repeats it.
+// The options that say what to compute. `run` and `check` share them, so that a failing check can
+// print the command that repeats it.
 #pragma once
 
 #include <CLI/App.hpp>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "flashgrad/flashgrad.h"
 
 namespace flashgrad::tool {
 
-// As given on the command line. Strings, because the numbers' grammar is this tool's own (`inf`, no trailing characters).
+// As given on the command line. Strings, because the numbers' grammar is this tool's own (`inf`, no
+// trailing characters).
 struct CallArguments {
   bool causal = false;
-  std::string window;
+  std::optional<std::string> window;
   std::string align = "bottom-right";
-  std::string scale;
+  std::optional<std::string> scale;
   std::string softcap = "0";
   std::string backend = "auto";
   bool deterministic = false;
-  std::string threads;
+  std::optional<std::string> threads;
   std::string max_seqlen_q = "0";
   std::string max_seqlen_kv = "0";
   std::string grad_dtype = "input";

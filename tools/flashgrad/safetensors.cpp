@@ -312,6 +312,10 @@ std::vector<TensorEntry> parse_header(std::string_view text, std::uint64_t data_
   if (!text.starts_with('{')) {
     throw Error("header does not begin with '{': not a safetensors file");
   }
+  // The JSON parser takes a NUL for the end of the text and would ignore what follows.
+  if (const std::size_t nul = text.find('\0'); nul != std::string_view::npos) {
+    throw Error(fmt::format("header is not valid JSON (at its byte {})", nul + 1));
+  }
   HeaderHandler handler;
   json::sax_parse(text.begin(), text.end(), &handler);
   std::vector<TensorEntry> entries = handler.take_entries();

@@ -90,11 +90,7 @@ struct OutputTensor {
   std::span<const std::byte> bytes;
 };
 
-// Refuses a path that `write_safetensors` could not write: before the work, not after it.
-void check_writable(const std::string& path);
-
-// Writes the file whole or not at all: to a temporary file beside it, which then takes its name. On
-// an Error the path is as it was.
+// Writes the file whole or not at all; see write_whole_file.
 void write_safetensors(const std::string& path, std::span<const OutputTensor> tensors,
                        const std::map<std::string, std::string>& metadata);
 

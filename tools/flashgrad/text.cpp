@@ -5,16 +5,18 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
+#include <cstdio>
+#include <cstring>
 
 namespace flashgrad::tool {
 
-std::string printable(std::string_view text) {
-  constexpr std::size_t kMax = 80;
+std::string printable(std::string_view text, std::size_t max_bytes) {
   std::string result;
   for (const char c : text) {
-    if (result.size() >= kMax) {
+    if (result.size() >= max_bytes) {
       return result + "...";
     }
     // Bytes from 0x80 on stay: they are UTF-8 where the header was valid JSON.
@@ -55,6 +57,12 @@ double parse_real(std::string_view text, const std::string& what) {
     throw Error(fmt::format("{}: got {}, out of the range of a double", what, printable(text)));
   }
   return value;
+}
+
+void print_out(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    throw Error(fmt::format("can't write to standard output: {}", std::strerror(errno)));
+  }
 }
 
 std::string format_bytes(double bytes) {

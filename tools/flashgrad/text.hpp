@@ -28,14 +28,17 @@ class Error : public std::runtime_error {
 };
 
 // Text from a file or a command line, made safe to print: no control characters (a file could hold
-// terminal escapes or line breaks), no more than about 80 characters.
-std::string printable(std::string_view text);
+// terminal escapes or line breaks), and cut after about `max_bytes`.
+std::string printable(std::string_view text, std::size_t max_bytes = 80);
 
 // Parse all of `text` or throw an Error that begins with `what`. Numbers are decimal; nan and inf,
 // trailing characters and values out of range are refused.
 std::int64_t parse_integer(std::string_view text, const std::string& what, std::int64_t minimum,
                            std::int64_t maximum);
 double parse_real(std::string_view text, const std::string& what);
+
+// Writes to standard output and makes sure that it arrived; throws Error if not.
+void print_out(std::string_view text);
 
 // "1.50 MiB".
 std::string format_bytes(double bytes);
