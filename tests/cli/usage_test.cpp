@@ -113,7 +113,7 @@ TEST_F(Usage, RefusedOptions) {
       {{"--max-seqlen-kv", "9223372036854775808"}, "--max-seqlen-kv"},
       {{"--grad-dtype", "bf16"}, "--grad-dtype"},
       {{"--grad-dtype", ""}, "--grad-dtype"},
-      {{"--check", "--check=2x"}, "--check"},
+      {{"--check=2x"}, "2x"},
       {{"--deterministic=x"}, "--deterministic"},
       {{"--input", "y"}, "--input"},
   };

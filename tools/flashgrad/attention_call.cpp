@@ -41,18 +41,21 @@ std::int64_t sequence_length(const HostTensor& rows, const HostTensor& cu_seqlen
 }  // namespace
 
 DLDataType dl_dtype(const std::string& tensor_name, std::string_view dtype) {
-  if (dtype == "BF16") {
-    return {kDLBfloat, 16, 1};
+  const bool wants_integers = tensor_name.starts_with("cu_") ||
+                              tensor_name.starts_with("seqused_") || tensor_name == "q_offset";
+  const auto bits = static_cast<std::uint8_t>(8 * element_bytes(dtype));
+  if (wants_integers && (dtype == "I32" || dtype == "I64")) {
+    return {kDLInt, bits, 1};
   }
-  if (dtype == "F16" || dtype == "F32" || dtype == "F64") {
-    return {kDLFloat, static_cast<std::uint8_t>(8 * element_bytes(dtype)), 1};
+  if (!wants_integers && dtype == "BF16") {
+    return {kDLBfloat, bits, 1};
   }
-  if (dtype == "I32" || dtype == "I64") {
-    return {kDLInt, static_cast<std::uint8_t>(8 * element_bytes(dtype)), 1};
+  if (!wants_integers && (dtype == "F16" || dtype == "F32" || dtype == "F64")) {
+    return {kDLFloat, bits, 1};
   }
-  const bool fp8 = dtype.starts_with("F8");
-  throw Error(fmt::format("{}: dtype {}, want BF16, F16, F32, F64, I32 or I64", tensor_name, dtype),
-              fp8 ? kExitUnsupported : kExitBadInput);
+  throw Error(fmt::format("{}: dtype {}, want {}", tensor_name, dtype,
+                          wants_integers ? "I32 (q_offset: I64)" : "BF16, F16, F32 or F64"),
+              !wants_integers && dtype.starts_with("F8") ? kExitUnsupported : kExitBadInput);
 }
 
 HostTensor make_tensor(std::string name, std::string dtype, std::vector<std::int64_t> shape) {

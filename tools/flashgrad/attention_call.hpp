@@ -69,8 +69,9 @@ class Runner {
 // Throws Error with the library's message and the exit status that goes with the code.
 void require_ok(fg_status status);
 
-// The DLPack type of a safetensors dtype; throws an Error that names the tensor if attention takes
-// no such elements.
+// The DLPack type of a safetensors dtype. Throws an Error that names the tensor if it holds numbers
+// of another kind than attention takes there: floating-point numbers, or integers in the offsets
+// and lengths.
 DLDataType dl_dtype(const std::string& tensor_name, std::string_view dtype);
 
 // A tensor whose memory is not yet written. Throws if its bytes overflow or the machine can't hold

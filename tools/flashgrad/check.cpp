@@ -2,8 +2,6 @@
 // `flashgrad check`.
 #include "check/check.hpp"
 
-#include "check.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -11,8 +9,9 @@
 #include <iostream>
 #include <vector>
 
-#include "memory.hpp"
+#include "check.hpp"
 #include "report.hpp"
+#include "shape_case.hpp"
 #include "text.hpp"
 
 namespace flashgrad::tool {
@@ -62,22 +61,6 @@ std::string repeat_command(const check::Case& c, const std::string& backend,
   return command;
 }
 
-// Throws if the tensors, and the float64 copies that the oracle makes of the outputs, do not fit.
-void require_memory_for(const check::Case& c) {
-  const auto elements = [](std::int64_t batch, std::int64_t rows, std::int64_t heads,
-                           std::int64_t dim) {
-    return static_cast<double>(batch) * static_cast<double>(rows) * static_cast<double>(heads) *
-           static_cast<double>(dim);
-  };
-  const std::int64_t batch = c.packed() ? 1 : c.batch;
-  const double q = elements(batch, c.seqlen_q, c.heads_q, c.head_dim);
-  const double out = elements(batch, c.seqlen_q, c.heads_q, c.head_dim_v);
-  const double k = elements(batch, c.seqlen_kv, c.heads_kv, c.head_dim);
-  const double v = elements(batch, c.seqlen_kv, c.heads_kv, c.head_dim_v);
-  const double lse = elements(batch, c.seqlen_q, c.heads_q, 1);
-  require_memory(size_bytes(c.dtype) * 2 * (q + k + v + out) + 8 * (q + k + v + out + 3 * lse));
-}
-
 // Runs one case on one backend, tells what went wrong, and counts.
 void check_case(const check::Case& c, const std::string& backend, const fg_options& options,
                 Tally& tally, std::string& line) {
@@ -97,16 +80,17 @@ void check_case(const check::Case& c, const std::string& backend, const fg_optio
   }
   ++tally.num_failed;
   line = "FAIL";
-  print_out(fmt::format("FAIL on {}: {}\n{}{}  repeat: {}\n", backend,
-                        c.id.empty() ? check::shape_text(c) : c.id,
-                        result.message.empty() ? "" : "  " + result.message + "\n",
-                        result.outputs.empty() ? "" : format_outputs(result.outputs, result.coverage),
-                        repeat_command(c, backend, options)));
+  print_out(fmt::format(
+      "FAIL on {}: {}\n{}{}  repeat: {}\n", backend, c.id.empty() ? check::shape_text(c) : c.id,
+      result.message.empty() ? "" : "  " + result.message + "\n",
+      result.outputs.empty() ? "" : format_outputs(result.outputs, result.coverage),
+      repeat_command(c, backend, options)));
 }
 
 int finish(const Tally& tally) {
-  print_out(fmt::format("{} passed, {} failed{}\n", tally.num_passed, tally.num_failed,
-                        tally.num_refused > 0 ? fmt::format(", {} refused", tally.num_refused) : ""));
+  print_out(
+      fmt::format("{} passed, {} failed{}\n", tally.num_passed, tally.num_failed,
+                  tally.num_refused > 0 ? fmt::format(", {} refused", tally.num_refused) : ""));
   if (tally.num_failed > 0) {
     return kExitCheckFailed;
   }
@@ -115,7 +99,6 @@ int finish(const Tally& tally) {
 
 // One shape on each backend, every output shown.
 int check_shape(const check::Case& c, const CallOptions& call_options) {
-  require_memory_for(c);
   Tally tally;
   for (const std::string& backend : backends_to_check(call_options)) {
     check::RunOptions run_options;
@@ -132,13 +115,13 @@ int check_shape(const check::Case& c, const CallOptions& call_options) {
       throw Error(result.message);
     }
     ++(result.ok() ? tally.num_passed : tally.num_failed);
-    print_out(fmt::format("{}: {}\n{}{}{}", title, result.ok() ? "PASS" : "FAIL",
-                          format_outputs(result.outputs, result.coverage),
-                          result.message.empty() ? "" : result.message + "\n",
-                          result.ok() ? ""
-                                      : fmt::format("repeat: {}\n",
-                                                    repeat_command(c, backend,
-                                                                   call_options.options))));
+    print_out(fmt::format(
+        "{}: {}\n{}{}{}", title, result.ok() ? "PASS" : "FAIL",
+        format_outputs(result.outputs, result.coverage),
+        result.message.empty() ? "" : result.message + "\n",
+        result.ok()
+            ? ""
+            : fmt::format("repeat: {}\n", repeat_command(c, backend, call_options.options))));
   }
   return finish(tally);
 }
@@ -176,26 +159,11 @@ int check_table(const CallOptions& call_options, std::uint64_t seed) {
 
 int check_command(const CheckArguments& arguments) {
   const CallOptions call_options(arguments.call);
-  const fg_options& options = call_options.options;
   const auto seed =
       static_cast<std::uint64_t>(parse_integer(arguments.seed, "--seed", 0, INT64_MAX));
   try {
     if (arguments.shape) {
-      check::Case c = check::parse_shape(*arguments.shape);
-      c.dtype = check::parse_dtype(arguments.dtype);
-      c.grad_f32 = call_options.grad_f32;
-      c.mask = {options.window_left, options.window_right,
-                options.alignment == FG_TOP_LEFT ? Alignment::kTopLeft : Alignment::kBottomRight};
-      c.scale = options.scale;
-      c.softcap = options.softcap;
-      c.deterministic = options.deterministic != 0;
-      c.seed = seed;
-      if (options.max_seqlen_q > 0) {
-        c.max_seqlen_q = options.max_seqlen_q;
-      }
-      if (options.max_seqlen_kv > 0) {
-        c.max_seqlen_kv = options.max_seqlen_kv;
-      }
+      const check::Case c = shape_case(*arguments.shape, arguments.dtype, seed, call_options);
       return check_shape(c, call_options);
     }
     if (arguments.case_id) {

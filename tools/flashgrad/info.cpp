@@ -6,6 +6,7 @@
 
 #include <array>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention_call.hpp"
@@ -47,9 +48,10 @@ std::int64_t max_head_dim(const std::string& backend, const std::string& dtype) 
 
 std::string supported_dtypes(const std::string& backend) {
   std::string text;
-  for (const char* dtype : {"F32", "BF16", "F16", "F64"}) {
+  for (const auto& [dtype, name] :
+       {std::pair{"F32", "f32"}, {"BF16", "bf16"}, {"F16", "f16"}, {"F64", "f64"}}) {
     if (const std::int64_t head_dim = max_head_dim(backend, dtype); head_dim > 0) {
-      text += fmt::format("{}{} (head_dim 1 to {})", text.empty() ? "" : ", ", dtype, head_dim);
+      text += fmt::format("{}{} (head_dim 1 to {})", text.empty() ? "" : ", ", name, head_dim);
     }
   }
   return text.empty() ? "nothing on this machine" : text;

@@ -9,6 +9,7 @@
 #include <iostream>
 #include <new>
 
+#include "check.hpp"
 #include "flashgrad/flashgrad.h"
 #include "info.hpp"
 #include "run.hpp"
@@ -31,7 +32,34 @@ void add_run(CLI::App& app, RunArguments& arguments) {
       ->required()
       ->type_name("FILE");
   add_call_options(*run, arguments.call);
-  run->add_flag("--check", arguments.check, "Compare each output with the float64 oracle");
+  run->add_flag("--check", arguments.check, "Compare each output with the float64 oracle")
+      ->disable_flag_override();
+}
+
+void add_check(CLI::App& app, CheckArguments& arguments) {
+  CLI::App* check = app.add_subcommand(
+      "check", "Compare every backend with the float64 oracle, on the table of known faults");
+  CLI::Option* shape =
+      check
+          ->add_option("--shape", arguments.shape,
+                       "One shape instead: b=1,hq=8,hkv=2,sq=512,sk=512,d=64[,dv=64]")
+          ->type_name("SHAPE");
+  check->add_option("--case", arguments.case_id, "One entry of the table instead")
+      ->type_name("ID")
+      ->excludes(shape);
+  check->add_option("--dtype", arguments.dtype, "Of --shape: f32, bf16, f16 (f64: reference)")
+      ->type_name("DTYPE")
+      ->capture_default_str();
+  check->add_option("--seed", arguments.seed, "Of the random numbers")
+      ->type_name("N")
+      ->capture_default_str();
+  add_call_options(*check, arguments.call);
+  // The table's cases have masks and factors of their own.
+  for (const char* option :
+       {"--dtype", "--causal", "--window", "--align", "--scale", "--softcap", "--deterministic",
+        "--max-seqlen-q", "--max-seqlen-kv", "--grad-dtype"}) {
+    check->get_option(option)->needs(shape);
+  }
 }
 
 int dispatch(int argc, char** argv) {
@@ -40,6 +68,8 @@ int dispatch(int argc, char** argv) {
   app.require_subcommand(1);
   RunArguments run;
   add_run(app, run);
+  CheckArguments check;
+  add_check(app, check);
   CLI::App* info = app.add_subcommand("info", "Version, backends and what is supported");
 
   try {
@@ -52,6 +82,9 @@ int dispatch(int argc, char** argv) {
   }
   if (info->parsed()) {
     return info_command();
+  }
+  if (app.got_subcommand("check")) {
+    return check_command(check);
   }
   return run_command(run);
 }

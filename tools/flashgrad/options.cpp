@@ -42,7 +42,8 @@ std::string side(std::int64_t value) {
 
 void add_call_options(CLI::App& app, CallArguments& arguments) {
   CLI::Option* causal = app.add_flag("--causal", arguments.causal,
-                                     "A row sees the keys up to its own: --window inf,0");
+                                     "A row sees the keys up to its own: --window inf,0")
+                            ->disable_flag_override();
   app.add_option("--window", arguments.window,
                  "Row i sees keys i + shift - LEFT to i + shift + RIGHT; inf opens a side, a "
                  "negative side moves the band off the diagonal")
@@ -66,7 +67,8 @@ void add_call_options(CLI::App& app, CallArguments& arguments) {
       ->type_name("NAME")
       ->capture_default_str();
   app.add_flag("--deterministic", arguments.deterministic,
-               "The same bits run after run (the CPU always is)");
+               "The same bits run after run (the CPU always is)")
+      ->disable_flag_override();
   app.add_option("--threads", arguments.threads, "CPU threads, 1 or more; default: OpenMP's own")
       ->type_name("N");
   app.add_option("--max-seqlen-q", arguments.max_seqlen_q,

@@ -11,7 +11,8 @@ namespace flashgrad::tool {
 
 bool all_ok(const std::vector<check::OutputResult>& outputs);
 
-// A table: output, largest error, bound, ok or what is wrong; and what part of the call was compared.
+// A table: output, largest error, bound, ok or what is wrong; and what part of the call was
+// compared.
 std::string format_outputs(const std::vector<check::OutputResult>& outputs,
                            const std::string& coverage);
 
