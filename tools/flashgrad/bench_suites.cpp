@@ -105,7 +105,7 @@ std::vector<check::Case> load_suite(const std::string& name_or_path) {
   return cases;
 }
 
-AttentionCall make_call(const check::Case& c, bool grad_f32) {
+AttentionCall make_shapes(const check::Case& c, bool grad_f32) {
   AttentionCall call;
   const std::string dtype = safetensors_dtype(c.dtype);
   const auto shape = [&](std::int64_t rows, std::int64_t heads, std::int64_t dim) {
@@ -116,16 +116,21 @@ AttentionCall make_call(const check::Case& c, bool grad_f32) {
   call.k = make_tensor("k", dtype, shape(c.seqlen_kv, c.heads_kv, c.head_dim));
   call.v = make_tensor("v", dtype, shape(c.seqlen_kv, c.heads_kv, c.head_dim_v));
   call.dout = make_tensor("dout", dtype, shape(c.seqlen_q, c.heads_q, c.head_dim_v));
-  std::uint64_t seed = c.seed;
-  for (const HostTensor* tensor : {&call.q, &call.k, &call.v, &call.dout}) {
-    fill_random(*tensor, c.dtype, ++seed);
-  }
   if (c.packed()) {
     call.cu_seqlens_q = offsets("cu_seqlens_q", c.cu_seqlens_q);
     call.cu_seqlens_kv = offsets("cu_seqlens_kv", c.cu_seqlens_kv);
   }
   call.make_outputs();
   call.make_gradients(grad_f32);
+  return call;
+}
+
+AttentionCall make_call(const check::Case& c, bool grad_f32) {
+  AttentionCall call = make_shapes(c, grad_f32);
+  std::uint64_t seed = c.seed;
+  for (const HostTensor* tensor : {&call.q, &call.k, &call.v, &call.dout}) {
+    fill_random(*tensor, c.dtype, ++seed);
+  }
   return call;
 }
 

@@ -9,6 +9,8 @@
 #include <iostream>
 #include <new>
 
+#include "bench.hpp"
+#include "bench_suites.hpp"
 #include "check.hpp"
 #include "flashgrad/flashgrad.h"
 #include "info.hpp"
@@ -62,6 +64,35 @@ void add_check(CLI::App& app, CheckArguments& arguments) {
   }
 }
 
+void add_bench(CLI::App& app, BenchArguments& arguments) {
+  CLI::App* bench = app.add_subcommand(
+      "bench", "Time forward and backward against standard attention (oneDNN's products)");
+  CLI::Option* suite =
+      bench
+          ->add_option("--suite", arguments.suite,
+                       fmt::format("Shapes to measure: {}, or a JSON file", suite_names()))
+          ->type_name("NAME")
+          ->capture_default_str();
+  CLI::Option* shape =
+      bench
+          ->add_option("--shape", arguments.shape,
+                       "One shape instead: b=1,hq=8,hkv=2,sq=512,sk=512,d=64[,dv=64]")
+          ->type_name("SHAPE")
+          ->excludes(suite);
+  bench
+      ->add_flag("--memory", arguments.memory,
+                 "Instead: time and memory by sequence length, up to 512K")
+      ->disable_flag_override()
+      ->excludes(shape)
+      ->excludes(suite);
+  bench->add_option("--dtype", arguments.dtype, "Of --shape and --memory: f32, bf16, f16")
+      ->type_name("DTYPE")
+      ->capture_default_str();
+  bench->add_option("--json", arguments.json, "Also write the results to this file")
+      ->type_name("FILE");
+  add_call_options(*bench, arguments.call);
+}
+
 int dispatch(int argc, char** argv) {
   CLI::App app("Exact attention, forward and backward.", "flashgrad");
   app.set_version_flag("--version", fmt::format("flashgrad {}", fg_version()));
@@ -70,6 +101,8 @@ int dispatch(int argc, char** argv) {
   add_run(app, run);
   CheckArguments check;
   add_check(app, check);
+  BenchArguments bench;
+  add_bench(app, bench);
   CLI::App* info = app.add_subcommand("info", "Version, backends and what is supported");
 
   try {
@@ -85,6 +118,9 @@ int dispatch(int argc, char** argv) {
   }
   if (app.got_subcommand("check")) {
     return check_command(check);
+  }
+  if (app.got_subcommand("bench")) {
+    return bench_command(bench);
   }
   return run_command(run);
 }
