@@ -67,7 +67,10 @@ template <class T>
 std::string list_text(const std::vector<T>& values) {
   std::string text;
   for (const T value : values) {
-    text += (text.empty() ? "" : ":") + std::to_string(value);
+    if (!text.empty()) {
+      text += ':';
+    }
+    text += std::to_string(value);
   }
   return text;
 }
@@ -282,7 +285,10 @@ std::string shape_text(const Case& c) {
                                      {c.wants_dk, "dk"},
                                      {c.wants_dv, "dv"}}) {
     if (!wanted) {
-      null += (null.empty() ? "" : ":") + std::string(name);
+      if (!null.empty()) {
+        null += ':';
+      }
+      null += name;
     }
   }
   if (!null.empty()) {

@@ -5,6 +5,7 @@
 #include <array>
 #include <initializer_list>
 #include <random>
+#include <tuple>
 #include <utility>
 
 #include "check/case.hpp"
