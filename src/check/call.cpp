@@ -39,12 +39,36 @@ std::uint64_t mix(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// Element n of a standard normal sequence (Box-Muller).
-double normal(std::uint64_t stream, std::int64_t n) {
-  const std::uint64_t bits = mix(stream ^ mix(static_cast<std::uint64_t>(n)));
-  const double u = (static_cast<double>(bits >> 32) + 0.5) * 0x1p-32;
-  const double w = static_cast<double>(bits & 0xffffffffU) * 0x1p-32;
-  return std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * w);
+// 2^16 draws of a standard normal (Box-Muller), which large tensors then pick from.
+const std::vector<float>& normal_draws() {
+  static const std::vector<float> draws = [] {
+    std::vector<float> x(1U << 16);
+    for (std::size_t n = 0; n < x.size(); ++n) {
+      const std::uint64_t bits = mix(n);
+      const double u = (static_cast<double>(bits >> 32) + 0.5) * 0x1p-32;
+      const double w = static_cast<double>(bits & 0xffffffffU) * 0x1p-32;
+      x[n] = static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * w));
+    }
+    return x;
+  }();
+  return draws;
+}
+
+void fill_normal(const HostTensor& t, double factor, std::uint64_t stream) {
+  const std::vector<float>& draws = normal_draws();
+  const std::int64_t dim = t.shape().back();
+  const std::int64_t vectors = dim == 0 ? 0 : t.num_elements() / dim;
+  const std::int64_t step = t.strides().back() * (t.dtype().bits / 8);
+#pragma omp parallel for if (vectors * dim > 100000)
+  for (std::int64_t n = 0; n < vectors; ++n) {
+    std::byte* element = t.address(n * dim);
+    std::uint64_t bits = 0;
+    for (std::int64_t c = 0; c < dim; ++c, element += step) {
+      const std::int64_t e = n * dim + c;
+      bits = c % 4 == 0 ? mix(stream ^ mix(static_cast<std::uint64_t>(e))) : bits >> 16;
+      store(t.dtype(), element, factor * static_cast<double>(draws[bits & 0xffff]));
+    }
+  }
 }
 
 // The factor of "n", "3n", "0.5n"; NaN if the text is something else.
@@ -72,10 +96,7 @@ void fill(const HostTensor& t, const std::string& pattern, std::uint64_t stream)
   const std::int64_t dim = t.shape().back();
   const std::vector<std::int64_t>& shape = t.shape();
   if (const double factor = normal_factor(pattern); !std::isnan(factor)) {
-#pragma omp parallel for
-    for (std::int64_t e = 0; e < n; ++e) {
-      t.set(e, factor * normal(stream, e));
-    }
+    fill_normal(t, factor, stream);
   } else if (pattern == "n with one NaN") {
     fill(t, "n", stream);
     if (n > 0) {
@@ -377,6 +398,16 @@ std::vector<Sequence> sequences(const Case& c) {
     result.push_back(sequence(p, a, b));
   }
   return result;
+}
+
+double flops(const Case& c) {
+  double pairs = 0;
+  for (const Sequence& s : sequences(c)) {
+    for (std::int64_t i = 0; i < s.band.seqlen_q; ++i) {
+      pairs += static_cast<double>(s.band.kv_range(i, i + 1).size());
+    }
+  }
+  return pairs * static_cast<double>(c.heads_q * (8 * c.head_dim + 6 * c.head_dim_v));
 }
 
 CallTensors make_tensors(const Case& c) {

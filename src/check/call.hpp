@@ -36,6 +36,9 @@ fg_options make_options(const Case& c);
 // Sequences of a case, in order: where their rows and keys lie and which of them meet.
 std::vector<Sequence> sequences(const Case& c);
 
+// Floating-point operations of forward and backward: two and five products over the visible pairs.
+double flops(const Case& c);
+
 // A workspace that keeps what earlier calls left in it.
 class WorkspaceMemory {
  public:

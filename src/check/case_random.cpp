@@ -181,10 +181,10 @@ Case random_case(std::uint64_t seed) {
     c.scale = draw.one_of({0.1, 1.0, -0.125});
   }
   c.softcap = draw.one_of({0.0, 0.0, 15.0, 30.0});
-  c.sinks = draw.one_of({"none", "none", "n", "20"});
+  c.sinks = draw.one_of<std::string>({"none", "none", "n", "20"});
   if (draw.chance(25)) {
-    c.dlse = "n";
-    c.dout = draw.chance(20) ? "none" : c.dout;
+    c.dlse = std::string("n");
+    c.dout = draw.chance(20) ? std::string("none") : c.dout;
   }
   if (draw.chance(10)) {
     (draw.chance(33) ? c.wants_dq : draw.chance(50) ? c.wants_dk : c.wants_dv) = false;
@@ -208,6 +208,9 @@ Case random_case(std::uint64_t seed) {
   }
   while (!c.packed() && cost() > kMaxCost && c.batch > 1) {
     --c.batch;
+  }
+  if (cost() > 4 * kMaxCost) {
+    c.heads_q = 1;
   }
   const auto trim = [&](auto& values) {
     if (!c.packed() && values.size() > static_cast<std::size_t>(c.batch)) {

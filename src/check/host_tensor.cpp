@@ -40,32 +40,13 @@ double load(DLDataType dtype, const std::byte* p) {
   }
 }
 
-void store(DLDataType dtype, std::byte* p, double value) {
-  switch (dtype.code) {
-    case kDLInt: {
-      if (dtype.bits == 32) {
-        const auto x = static_cast<std::int32_t>(value);
-        std::memcpy(p, &x, sizeof(x));
-      } else {
-        const auto x = static_cast<std::int64_t>(value);
-        std::memcpy(p, &x, sizeof(x));
-      }
-      break;
-    }
-    case kDLBfloat:
-      store_f64(p, DType::kBF16, 0, value);
-      break;
-    default:
-      store_f64(p,
-                dtype.bits == 64   ? DType::kF64
-                : dtype.bits == 32 ? DType::kF32
-                                   : DType::kF16,
-                0, value);
-  }
-}
-
 void write_poison(std::byte* begin, std::byte* end) {
-  for (std::byte* p = begin; p + 1 < end; p += 2) {
+  constexpr std::uint64_t kFour = kPoison * 0x0001000100010001U;
+  std::byte* p = begin;
+  for (; end - p >= 8; p += 8) {
+    std::memcpy(p, &kFour, sizeof(kFour));
+  }
+  for (; end - p >= 2; p += 2) {
     std::memcpy(p, &kPoison, sizeof(kPoison));
   }
 }
@@ -127,6 +108,30 @@ void for_each_gap(const HostTensor& t, F&& f) {
 }
 
 }  // namespace
+
+void store(DLDataType dtype, std::byte* p, double value) {
+  switch (dtype.code) {
+    case kDLInt: {
+      if (dtype.bits == 32) {
+        const auto x = static_cast<std::int32_t>(value);
+        std::memcpy(p, &x, sizeof(x));
+      } else {
+        const auto x = static_cast<std::int64_t>(value);
+        std::memcpy(p, &x, sizeof(x));
+      }
+      break;
+    }
+    case kDLBfloat:
+      store_f64(p, DType::kBF16, 0, value);
+      break;
+    default:
+      store_f64(p,
+                dtype.bits == 64   ? DType::kF64
+                : dtype.bits == 32 ? DType::kF32
+                                   : DType::kF16,
+                0, value);
+  }
+}
 
 Buffer::Buffer(std::size_t size_bytes) : size_bytes_(size_bytes + size_bytes % 2) {
   // [guard page of poison][...data][page that traps]: the end of the data touches the trap, so that
@@ -235,18 +240,25 @@ void HostTensor::poison() const {
   for_each_gap(*this, [](std::byte* begin, std::byte* end) { write_poison(begin, end); });
 }
 
-std::vector<std::byte> HostTensor::bytes() const {
+std::uint64_t HostTensor::digest() const {
   const std::size_t width = width_bytes(dtype_);
   const std::int64_t size = shape_.back();
-  std::vector<std::byte> result(static_cast<std::size_t>(num_elements()) * width);
-  std::byte* to = result.data();
-  for (std::int64_t n = 0; n < num_elements(); n += size) {
-    const std::byte* from = address(n);
-    for (std::int64_t c = 0; c < size; ++c, to += width) {
-      std::memcpy(to, from + c * strides_.back() * static_cast<std::int64_t>(width), width);
+  const std::int64_t vectors = size == 0 ? 0 : num_elements() / size;
+  const std::int64_t step = strides_.back() * static_cast<std::int64_t>(width);
+  std::uint64_t digest = 0;
+#pragma omp parallel for reduction(+ : digest) if (vectors * size > 100000)
+  for (std::int64_t n = 0; n < vectors; ++n) {
+    const std::byte* element = address(n * size);
+    std::uint64_t hash = static_cast<std::uint64_t>(n) + 0xcbf29ce484222325U;
+    for (std::int64_t c = 0; c < size; ++c, element += step) {
+      std::uint64_t bits = 0;
+      std::memcpy(&bits, element, width);
+      hash = (hash ^ bits) * 0x100000001b3U;
+      hash ^= hash >> 29;
     }
+    digest += hash * 0x9e3779b97f4a7c15U;
   }
-  return result;
+  return digest;
 }
 
 std::string damaged_surroundings(const std::vector<NamedTensor>& tensors) {
