@@ -340,7 +340,7 @@ TEST_F(Run, UnalignedDataGivesTheSameBits) {
   std::string bytes = contents("in");
   std::uint64_t length = 0;
   std::memcpy(&length, bytes.data(), sizeof(length));
-  bytes.insert(sizeof(length) + length, " ");
+  bytes.insert(sizeof(length) + length, 1, ' ');
   ++length;
   std::memcpy(bytes.data(), &length, sizeof(length));
   put("in", bytes);

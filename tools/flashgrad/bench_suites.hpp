@@ -23,8 +23,10 @@ std::string suite_names();
 // All shapes, dtypes and masks of the suite of that name, or of the file of that path.
 std::vector<check::Case> load_suite(const std::string& name_or_path);
 
-// The case's tensors with random numbers in q, k, v and dout; outputs and gradients are not yet
-// written.
+// The case's tensors. No memory but that of the offsets is written yet.
+AttentionCall make_shapes(const check::Case& c, bool grad_f32);
+
+// The same with random numbers in q, k, v and dout.
 AttentionCall make_call(const check::Case& c, bool grad_f32);
 
 }  // namespace flashgrad::tool
