@@ -390,27 +390,25 @@ class ForwardItemRun {
     for (std::int64_t r = 0; r < num_rows_; ++r) {
       const std::int64_t head = head_of(r);
       const std::int64_t i = sequence_.q_begin + row_of(r);
+      // Without a logit above -inf the maximum is -inf, the sum 0.
+      double maximum = scratch_.row_max[r] * to_natural_;
+      double sum = scratch_.row_sum[r];
+      double weight = 1;
       const float sink =
           args.sinks != nullptr ? static_cast<const float*>(args.sinks)[head] : -kInfinity;
-      float lse = sink;
-      if (scratch_.keys_begin[r] >= scratch_.keys_end[r]) {
+      if (sink != -kInfinity) {
+        const double highest = std::max<double>(maximum, sink);
+        weight = std::exp(maximum - highest);
+        sum = weight * sum + std::exp(sink - highest);
+        maximum = highest;
+      }
+      if (scratch_.row_sum[r] == 0) {
         zero_rows(args.out, sequence_.batch_index, i, i + 1, head, p.head_dim_v);
       } else {
-        double maximum = scratch_.row_max[r] * to_natural_;
-        double sum = scratch_.row_sum[r];
-        double factor = 1;
-        if (sink != -kInfinity) {
-          const double highest = std::max<double>(maximum, sink);
-          factor = std::exp(maximum - highest);
-          sum = sum * factor + std::exp(sink - highest);
-          maximum = highest;
-        }
-        lse = static_cast<float>(maximum + std::log(sum));
-        // Logits of -inf alone leave no weight at all.
-        factor = sum == 0 ? 0 : factor / sum;
-        write_row<Isa>(scratch_.out + r * call_.sizes.columns, static_cast<float>(factor), args.out,
-                       args.out.offset(sequence_.batch_index, i, head), p.head_dim_v);
+        write_row<Isa>(scratch_.out + r * call_.sizes.columns, static_cast<float>(weight / sum),
+                       args.out, args.out.offset(sequence_.batch_index, i, head), p.head_dim_v);
       }
+      const auto lse = static_cast<float>(maximum + std::log(sum));
       if (args.lse) {
         static_cast<float*>(args.lse.data)[args.lse.offset(sequence_.batch_index, i, head)] = lse;
       }
