@@ -130,6 +130,27 @@ void fill(const HostTensor& t, const std::string& pattern, std::uint64_t stream)
   }
 }
 
+struct Shapes {
+  std::vector<std::int64_t> q, k, v, out, lse;
+  DLDataType dtype, grad_dtype, stat_dtype;
+};
+
+Shapes shapes_of(const Case& c) {
+  const auto rows = [&](std::int64_t seqlen, std::int64_t heads, std::int64_t dim) {
+    return c.packed() ? std::vector<std::int64_t>{seqlen, heads, dim}
+                      : std::vector<std::int64_t>{c.batch, seqlen, heads, dim};
+  };
+  return {rows(c.seqlen_q, c.heads_q, c.head_dim),
+          rows(c.seqlen_kv, c.heads_kv, c.head_dim),
+          rows(c.seqlen_kv, c.heads_kv, c.head_dim_v),
+          rows(c.seqlen_q, c.heads_q, c.head_dim_v),
+          c.packed() ? std::vector<std::int64_t>{c.heads_q, c.seqlen_q}
+                     : std::vector<std::int64_t>{c.batch, c.heads_q, c.seqlen_q},
+          dl_dtype(c.dtype),
+          dl_dtype(c.grad_f32 ? DType::kF32 : c.dtype),
+          dl_dtype(c.dtype == DType::kF64 ? DType::kF64 : DType::kF32)};
+}
+
 // A tensor of the case in the layout of the case. `kind` tells the tensors apart: each gets other
 // strides.
 HostTensor place(const Case& c, DLDataType dtype, const std::vector<std::int64_t>& shape,
@@ -410,21 +431,54 @@ double flops(const Case& c) {
   return pairs * static_cast<double>(c.heads_q * (8 * c.head_dim + 6 * c.head_dim_v));
 }
 
-CallTensors make_tensors(const Case& c) {
-  const auto rows = [&](std::int64_t seqlen, std::int64_t heads, std::int64_t dim) {
-    return c.packed() ? std::vector<std::int64_t>{seqlen, heads, dim}
-                      : std::vector<std::int64_t>{c.batch, seqlen, heads, dim};
+WorkspaceQuery query_workspace(const Case& c, const std::string& backend) {
+  const Shapes s = shapes_of(c);
+  const auto describe = [](DLDataType dtype, std::vector<std::int64_t> shape) {
+    return std::pair<DLTensor, std::vector<std::int64_t>>{
+        DLTensor{nullptr, {kDLCPU, 0}, static_cast<int>(shape.size()), dtype, nullptr, nullptr, 0},
+        std::move(shape)};
   };
-  const auto of_lse = c.packed() ? std::vector<std::int64_t>{c.heads_q, c.seqlen_q}
-                                 : std::vector<std::int64_t>{c.batch, c.heads_q, c.seqlen_q};
-  const auto of_q = rows(c.seqlen_q, c.heads_q, c.head_dim);
-  const auto of_k = rows(c.seqlen_kv, c.heads_kv, c.head_dim);
-  const auto of_v = rows(c.seqlen_kv, c.heads_kv, c.head_dim_v);
-  const auto of_out = rows(c.seqlen_q, c.heads_q, c.head_dim_v);
-  const DLDataType dtype = dl_dtype(c.dtype);
-  const DLDataType grad_dtype = c.grad_f32 ? dl_dtype(DType::kF32) : dtype;
-  const DLDataType stat_dtype = dl_dtype(c.dtype == DType::kF64 ? DType::kF64 : DType::kF32);
+  auto q = describe(s.dtype, s.q);
+  auto k = describe(s.dtype, s.k);
+  auto v = describe(s.dtype, s.v);
+  auto out = describe(s.dtype, s.out);
+  auto lse = describe(s.stat_dtype, s.lse);
+  auto dq = describe(s.grad_dtype, s.q);
+  auto dk = describe(s.grad_dtype, s.k);
+  auto dv = describe(s.grad_dtype, s.v);
+  auto cu_q = describe(kInt32, {c.batch + 1});
+  auto cu_kv = describe(kInt32, {c.batch + 1});
+  for (auto* t : {&q, &k, &v, &out, &lse, &dq, &dk, &dv, &cu_q, &cu_kv}) {
+    t->first.shape = t->second.data();
+  }
+  fg_tensors t = FG_TENSORS_INIT;
+  t.q = &q.first;
+  t.k = &k.first;
+  t.v = &v.first;
+  t.out = t.dout = &out.first;
+  t.lse = &lse.first;
+  t.dq = &dq.first;
+  t.dk = &dk.first;
+  t.dv = &dv.first;
+  if (c.packed()) {
+    t.cu_seqlens_q = &cu_q.first;
+    t.cu_seqlens_kv = &cu_kv.first;
+  }
+  fg_options o = make_options(c);
+  o.backend = backend.c_str();
+  WorkspaceQuery query;
+  for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
+    query.status = fg_workspace_size(pass, &t, &o, &query.minimum[pass], &query.preferred[pass]);
+    if (query.status != FG_OK) {
+      query.message = fg_last_error();
+      break;
+    }
+  }
+  return query;
+}
 
+CallTensors make_tensors(const Case& c) {
+  const auto [of_q, of_k, of_v, of_out, of_lse, dtype, grad_dtype, stat_dtype] = shapes_of(c);
   CallTensors t;
   if (c.layout == Layout::kFused) {
     place_fused(c, dtype, &t.q, &t.k, &t.v);
@@ -529,18 +583,17 @@ PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& option
   }
   const fg_tensors t = tensors.c_tensors();
   PassResult result;
-  std::size_t minimum = 0;
-  std::size_t preferred = 0;
-  result.status = fg_workspace_size(pass, &t, &options, &minimum, &preferred);
+  result.status =
+      fg_workspace_size(pass, &t, &options, &result.minimum_bytes, &result.preferred_bytes);
   if (result.status == FG_OK) {
-    result.workspace_bytes = workspace == Workspace::kMinimum ? minimum
-                             : workspace == Workspace::kBetween
-                                 ? minimum + (preferred - minimum) / 2
-                                 : preferred;
-    void* scratch = memory.resize(result.workspace_bytes, workspace == Workspace::kBetween);
+    const std::size_t extra = result.preferred_bytes - result.minimum_bytes;
+    const std::size_t bytes = result.minimum_bytes + (workspace == Workspace::kMinimum   ? 0
+                                                      : workspace == Workspace::kBetween ? extra / 2
+                                                                                         : extra);
+    void* scratch = memory.resize(bytes, workspace == Workspace::kBetween);
     const auto begin = std::chrono::steady_clock::now();
-    result.status = (pass == FG_FORWARD ? fg_forward : fg_backward)(
-        &t, &options, scratch, result.workspace_bytes, nullptr);
+    result.status =
+        (pass == FG_FORWARD ? fg_forward : fg_backward)(&t, &options, scratch, bytes, nullptr);
     result.seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }

@@ -2,6 +2,7 @@
 // The tensors of a case in guarded host memory, and the calls of the C interface on them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -55,11 +56,21 @@ class WorkspaceMemory {
   std::byte* begin_ = nullptr;
 };
 
+// What a backend asks for, without any data: any size may be asked about. Indexed by fg_pass.
+struct WorkspaceQuery {
+  fg_status status = FG_OK;
+  std::string message;
+  std::array<std::size_t, 2> minimum{};
+  std::array<std::size_t, 2> preferred{};
+};
+WorkspaceQuery query_workspace(const Case& c, const std::string& backend);
+
 struct PassResult {
   fg_status status = FG_OK;
   std::string message;
   double seconds = 0;
-  std::size_t workspace_bytes = 0;
+  std::size_t minimum_bytes = 0;  // of workspace
+  std::size_t preferred_bytes = 0;
 };
 
 // One call. Outputs of the pass are poisoned first.

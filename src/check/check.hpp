@@ -29,6 +29,7 @@ struct CaseResult {
   std::string coverage;               // what the oracle computed: "all of it" or a sample
   double forward_seconds = 0;
   double backward_seconds = 0;
+  bool takes_less_workspace = false;  // than preferred, in one of the passes
 
   // Both calls succeeded, every output is within its bound and nothing outside the outputs was
   // written.
@@ -42,8 +43,9 @@ class CaseRunner {
  public:
   explicit CaseRunner(Case c, double max_flops = 1e11);
 
-  // Forward (twice, if the case does without lse) and backward, then the comparison.
-  CaseResult run(const RunOptions& options);
+  // Forward (twice, if the case does without lse) and backward, then the comparison, unless
+  // `compare` is false.
+  CaseResult run(const RunOptions& options, bool compare = true);
 
   // What the last run left.
   [[nodiscard]] CallTensors& tensors() { return tensors_; }
