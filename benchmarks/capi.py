@@ -201,6 +201,7 @@ class Call:
         )
 
     def __call__(self):
+        """Runs the call; raises RuntimeError with the library's message if it is refused."""
         self._library.check(
             self._function(
                 self._tensors, self._options, self._workspace.data_ptr(), self.workspace_bytes, None

@@ -11,9 +11,9 @@ Both libraries get the same tensors and the same number of threads. In each roun
 runs for a while, the order swapped from round to round; a row's ratio is the median of the rounds'
 ratios, so that a machine that speeds up or slows down moves both. Rows are computed in processes
 of their own (--processes), since short shapes can be slower or faster for the life of a process.
-Before a row of the speed suite is timed, the two results are compared. Prints a Markdown table; --json keeps the
-numbers with the command, the commit, the machine and the date. Exit status: 0, or 1 if results
-differ or a run failed.
+Before a row of the speed suite is timed, the two results are compared. Prints a Markdown table;
+--json keeps the numbers with the command, the commit, the machine and the date. Exit status: 0, or
+1 if results differ or a run failed.
 """
 
 import argparse
