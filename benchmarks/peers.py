@@ -18,6 +18,7 @@ Before a row of the speed suite is timed, the two results are compared. Prints a
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -109,7 +110,12 @@ def ratio_rows(dtypes, passes):
 def memory_rows(dtypes, tokens):
     """The memory of one head's backward."""
     return [
-        {"title": "memory", "library": library, "problem": problem(dtype, (1, 1, tokens, 64))}
+        {
+            "title": "memory",
+            "pass": "backward",
+            "library": library,
+            "problem": problem(dtype, (1, 1, tokens, 64)),
+        }
         for dtype in dtypes
         for library in ("flashgrad", "pytorch")
     ]
@@ -167,7 +173,7 @@ def describe(row):
     p = row.get("problem") or row["second"]["problem"]
     mask = table.mask_name(p["window"])
     return (
-        f"{row['title']} {row.get('pass', '')} {p['dtype']} "
+        f"{row['title']} {row['pass']} {p['dtype']} "
         f"({p['batch']},{p['heads_q']},{p['seqlen']},{p['head_dim']}) {mask}"
     )
 
@@ -307,6 +313,8 @@ def measure_memory(rows, settings):
 def main(argv):
     """Measures, prints, writes; returns the exit status."""
     arguments = parse_arguments(argv)
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(f"peers.py: {sys.executable} has no PyTorch; see benchmarks/README.md")
     settings = {
         name: getattr(arguments, name)
         for name in ("layout", "threads", "rounds", "block_seconds", "backend", "library")

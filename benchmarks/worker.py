@@ -144,7 +144,10 @@ def _status_bytes(field):
 def main():
     """From stdin to stdout."""
     job = json.load(sys.stdin)
-    worker = Worker(job)
+    try:
+        worker = Worker(job)
+    except OSError as error:  # no library there, or not one that loads
+        sys.exit(f"peers.py: {error}")
     for row in job["rows"]:
         (worker.memory if row["title"] == "memory" else worker.contest)(row)
         print(json.dumps({"row": row}), flush=True)
