@@ -186,6 +186,21 @@ class Cursor {
   std::int64_t shared_heads_ = 0;  // before this one
 };
 
+// The problem with the lengths that its sequences really have as bounds: from packed offsets and
+// seqused, which only a call can read. Shorter blocks and more slots then fit into the same
+// workspace.
+Problem with_exact_bounds(const Problem& p, const Args& args) {
+  Problem exact = p;
+  exact.max_seqlen_q = 0;
+  exact.max_seqlen_kv = 0;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    const Band band = sequence(p, args, b).band;
+    exact.max_seqlen_q = std::max(exact.max_seqlen_q, band.seqlen_q);
+    exact.max_seqlen_kv = std::max(exact.max_seqlen_kv, band.seqlen_kv);
+  }
+  return exact;
+}
+
 // Rows that belong to no sequence.
 void fill_unused(const Problem& p, const Args& args) {
   for_each_unused_q(p, args, [&](std::int64_t batch, Range rows) {
@@ -218,7 +233,7 @@ WorkspaceSize forward_workspace(const Problem& p, const ForwardKernels& kernels)
 
 void schedule_forward(const Problem& p, const Args& args, const ForwardKernels& kernels) {
   fill_unused(p, args);
-  const Plan plan = make_plan(p, kernels, args.workspace_bytes);
+  const Plan plan = make_plan(with_exact_bounds(p, args), kernels, args.workspace_bytes);
   Arena arena(args.workspace);
   const auto slot_bytes = static_cast<std::int64_t>(plan.slot_bytes);
   std::byte* const slots = arena.take<std::byte>(plan.num_slots * slot_bytes);
