@@ -9,14 +9,13 @@
 // deadlocks.
 #include "cpu/forward_schedule.hpp"
 
-#include <omp.h>
-
 #include <atomic>
 #include <cstring>
 #include <limits>
 #include <new>
 
 #include "cpu/arena.hpp"
+#include "cpu/parallel.hpp"
 #include "cpu/spin.hpp"
 
 namespace flashgrad::cpu {
@@ -236,8 +235,8 @@ void schedule_forward(const Problem& p, const Args& args, const ForwardKernels& 
   const Plan plan = make_plan(with_exact_bounds(p, args), kernels, args.workspace_bytes);
   Arena arena(args.workspace);
   const auto slot_bytes = static_cast<std::int64_t>(plan.slot_bytes);
-  std::byte* const slots = arena.take<std::byte>(plan.num_slots * slot_bytes);
-  std::byte* const scratch_base =
+  auto* const slots = arena.take<std::byte>(plan.num_slots * slot_bytes);
+  auto* const scratch_base =
       arena.take<std::byte>(plan.num_threads * static_cast<std::int64_t>(plan.thread_bytes));
   for (std::int64_t i = 0; i < plan.num_slots; ++i) {
     new (slots + i * slot_bytes) Slot;
@@ -245,10 +244,8 @@ void schedule_forward(const Problem& p, const Args& args, const ForwardKernels& 
   const ForwardCall call{p, args, plan.sizes};
   std::atomic<std::int64_t> next_ticket{0};
 
-#pragma omp parallel num_threads(static_cast <int>(plan.num_threads))
-  {
-    Arena thread_arena(scratch_base +
-                       omp_get_thread_num() * static_cast<std::int64_t>(plan.thread_bytes));
+  run_threads(static_cast<int>(plan.num_threads), [&](int thread, int /*threads*/) {
+    Arena thread_arena(scratch_base + thread * static_cast<std::int64_t>(plan.thread_bytes));
     ForwardScratch scratch = carve_scratch(plan.sizes, kernels.panel, thread_arena);
     Cursor cursor(p, args, plan);
     for (;;) {
@@ -288,7 +285,7 @@ void schedule_forward(const Problem& p, const Args& args, const ForwardKernels& 
         slot.generation.fetch_add(1, std::memory_order_release);
       }
     }
-  }
+  });
 }
 
 }  // namespace flashgrad::cpu
