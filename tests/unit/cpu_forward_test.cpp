@@ -197,6 +197,27 @@ TEST(CpuForward, ValuesThatAreNotFiniteReachOnlyTheRowsThatSeeThem) {
   });
 }
 
+// Rows that all see the same keys, up to the middle of a pair, need no care but for its other half.
+TEST(CpuForward, ValuesBesideTheLastKeyOfAPairStayUnseen) {
+  for_each_target([](const cpu::InstructionSet& set, DType dtype) {
+    Attention a(dtype, 1, 9, 4, 1, 20);
+    a.p.mask = {-1, 4, Alignment::kTopLeft};  // keys 1 to 4
+    a.run(set);
+    const auto out = a.out;
+    for (const std::int64_t key : {0, 5}) {
+      a.set_v(key, 0, 13, kNan);
+      a.run(set);
+      for (std::int64_t head = 0; head < 4; ++head) {
+        for (std::int64_t c = 0; c < 20; ++c) {
+          ASSERT_NEAR(a.out_at(0, head, c), load_f64(out.data(), dtype, a.index(0, head, 4, c)),
+                      dtype == DType::kF32 ? 1e-6 : 2e-2)
+              << "key " << key << " head " << head << " column " << c;
+        }
+      }
+    }
+  });
+}
+
 TEST(CpuForward, MinimumWorkspaceDoesNotGrowWithTheKeys) {
   for_each_target([](const cpu::InstructionSet& set, DType dtype) {
     Attention a(dtype, 1, 1, 4, 2, 64);
