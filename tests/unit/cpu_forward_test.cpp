@@ -197,21 +197,25 @@ TEST(CpuForward, ValuesThatAreNotFiniteReachOnlyTheRowsThatSeeThem) {
   });
 }
 
-// Rows that all see the same keys, up to the middle of a pair, need no care but for its other half.
-TEST(CpuForward, ValuesBesideTheLastKeyOfAPairStayUnseen) {
+// Rows that all see the same keys, from or to the middle of a pair: only its other half is to stay
+// unseen.
+TEST(CpuForward, ValuesBesideTheFirstOrLastKeyStayUnseen) {
   for_each_target([](const cpu::InstructionSet& set, DType dtype) {
-    Attention a(dtype, 1, 9, 4, 1, 20);
-    a.p.mask = {-1, 4, Alignment::kTopLeft};  // keys 1 to 4
-    a.run(set);
-    const auto out = a.out;
-    for (const std::int64_t key : {0, 5}) {
-      a.set_v(key, 0, 13, kNan);
+    struct Case {
+      std::int64_t first, last, unseen;
+    };
+    for (const Case& c : {Case{1, 3, 0}, Case{2, 4, 5}}) {
+      Attention a(dtype, 1, 9, 4, 1, 20);
+      a.p.mask = {-c.first, c.last, Alignment::kTopLeft};
+      a.run(set);
+      const Attention clean = a;
+      a.set_v(c.unseen, 0, 13, kNan);
       a.run(set);
       for (std::int64_t head = 0; head < 4; ++head) {
-        for (std::int64_t c = 0; c < 20; ++c) {
-          ASSERT_NEAR(a.out_at(0, head, c), load_f64(out.data(), dtype, a.index(0, head, 4, c)),
+        for (std::int64_t column = 0; column < 20; ++column) {
+          ASSERT_NEAR(a.out_at(0, head, column), clean.out_at(0, head, column),
                       dtype == DType::kF32 ? 1e-6 : 2e-2)
-              << "key " << key << " head " << head << " column " << c;
+              << "key " << c.unseen << " head " << head << " column " << column;
         }
       }
     }
