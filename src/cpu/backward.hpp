@@ -35,7 +35,7 @@ class Backward {
   static WorkspaceSize workspace_size(const Problem& p) {
     const Args no_data;
     const Backward backward(p, no_data);
-    const std::int64_t wave_jobs = backward.wave_jobs(p.num_threads);
+    const std::int64_t wave_jobs = std::max<std::int64_t>(backward.wave_jobs(p.num_threads), 1);
     const std::size_t job = backward.job_bytes(p.max_seqlen_q, p.max_seqlen_kv);
     Arena fixed;
     backward.take_fixed(fixed, p.num_threads, nullptr);
