@@ -231,7 +231,7 @@ class Backward {
   }
 
   void key_block(const Job<Isa>& job, std::int64_t kv_block, const Thread& thread) {
-    KeyBlock<Isa>(plan_, args_, job, thread.buffers, kv_block).run();
+    KeyBlockTask<Isa>(plan_, args_, job, thread.buffers, kv_block).run();
     if (p_.wants_dsinks && kv_block == 0) {
       for (std::int64_t g = 0; g < p_.group(); ++g) {
         const std::int64_t head = job.kv_head * p_.group() + g;

@@ -21,11 +21,11 @@
 namespace flashgrad::cpu {
 
 template <class Isa>
-class KeyBlock {
+class KeyBlockTask {
  public:
   using Unit = typename Isa::Unit;
 
-  KeyBlock(const BackwardPlan<Isa>& plan, const Args& args, const Job<Isa>& job, const KeyBlockBuffers<Isa>& buffers, std::int64_t kv_block)
+  KeyBlockTask(const BackwardPlan<Isa>& plan, const Args& args, const Job<Isa>& job, const KeyBlockBuffers<Isa>& buffers, std::int64_t kv_block)
       : plan_(plan),
         p_(plan.p),
         args_(args),

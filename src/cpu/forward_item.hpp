@@ -36,12 +36,12 @@ inline constexpr std::int64_t kMaxStagedUnits = 256;
 
 // A packed key block as the kernels see it.
 template <class Isa>
-struct PackedKeys {
+struct ForwardBlock {
   const typename Isa::Unit* k;
   const typename Isa::Unit* v;
   bool has_nonfinite_v;  // 0 * value must then not be added to a row that does not see it
 
-  FG_INLINE PackedKeys at(const void* block, const ForwardSizes& sizes) {
+  FG_INLINE ForwardBlock at(const void* block, const ForwardSizes& sizes) {
     const auto* words = static_cast<const typename Isa::Unit*>(block);
     return {words + ForwardSizes::kHeaderWords, words + sizes.v_begin,
             *static_cast<const std::int32_t*>(block) != 0};
@@ -125,7 +125,7 @@ class ForwardItemRun {
     std::fill_n(scratch_.row_sum, call_.sizes.rows, 0.F);
     const std::int64_t last_block = ceil_div(seen_.end, kForwardKeyBlock);
     for (std::int64_t b = seen_.begin / kForwardKeyBlock; b < last_block; ++b) {
-      const PackedKeys<Isa> block = key_block(b);
+      const ForwardBlock<Isa> block = key_block(b);
       for (std::int64_t r = 0; r < num_rows_; r += kWidth<Isa>) {
         panel(block, b, r);
       }
@@ -230,10 +230,11 @@ class ForwardItemRun {
   }
 
   // Key block b: shared, or packed here unless it is the one packed last.
-  PackedKeys<Isa> key_block(std::int64_t b) {
+  ForwardBlock<Isa> key_block(std::int64_t b) {
     const ForwardSizes& sizes = call_.sizes;
     if (item_.blocks != nullptr) {
-      return PackedKeys<Isa>::at(item_.blocks + (b - item_.first_block) * sizes.block_bytes(), sizes);
+      return ForwardBlock<Isa>::at(item_.blocks + (b - item_.first_block) * sizes.block_bytes(),
+                                   sizes);
     }
     if (scratch_.block_batch != item_.batch || scratch_.block_head != item_.head_kv ||
         scratch_.block_begin != b) {
@@ -242,10 +243,10 @@ class ForwardItemRun {
       scratch_.block_head = item_.head_kv;
       scratch_.block_begin = b;
     }
-    return PackedKeys<Isa>::at(scratch_.block, sizes);
+    return ForwardBlock<Isa>::at(scratch_.block, sizes);
   }
 
-  void panel(const PackedKeys<Isa>& block, std::int64_t b, std::int64_t r) {
+  void panel(const ForwardBlock<Isa>& block, std::int64_t b, std::int64_t r) {
     const std::int64_t vecs = panel_vecs(r);
     if constexpr (Isa::kVecs == 4) {
       if (vecs == 4) {
@@ -266,7 +267,7 @@ class ForwardItemRun {
 
   // Equations (1) to (4) for the panel of kN vectors that starts at row r.
   template <int kN>
-  void panel_of(const PackedKeys<Isa>& block, std::int64_t b, std::int64_t r) {
+  void panel_of(const ForwardBlock<Isa>& block, std::int64_t b, std::int64_t r) {
     constexpr int kM = kTileRows<Isa, kN>;
     constexpr std::int64_t kPanel = kN * Isa::kLanes;
     const ForwardSizes& sizes = call_.sizes;
@@ -338,7 +339,7 @@ class ForwardItemRun {
   // Equation (4) for the rows [r, r + panel) and the panel of kN vectors of columns that starts at
   // column c.
   template <int kN>
-  void values(const PackedKeys<Isa>& block, std::int64_t b, std::int64_t r, std::int64_t panel,
+  void values(const ForwardBlock<Isa>& block, std::int64_t b, std::int64_t r, std::int64_t panel,
               std::int64_t c, std::int64_t keys, const KeyRanges& panel_seen) {
     constexpr int kM = kTileRows<Isa, kN>;
     const ForwardSizes& sizes = call_.sizes;
