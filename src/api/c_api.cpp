@@ -122,6 +122,9 @@ Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void
   const Backend* backend = nullptr;
   std::string reasons;
   FG_RETURN_IF_ERROR(select(call.problem, pass, options, &backend, &reasons));
+  if (!has_outputs(call.problem, pass)) {
+    return {};
+  }
   if (verbose()) {
     std::fprintf(stderr, "flashgrad: %s %s by %s (%s)%s%s\n",
                  pass == Pass::kForward ? "forward" : "backward", to_string(call.problem).c_str(),
