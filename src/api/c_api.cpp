@@ -100,6 +100,18 @@ Status check_pass(fg_pass pass) {
 
 Pass to_pass(fg_pass pass) { return pass == FG_FORWARD ? Pass::kForward : Pass::kBackward; }
 
+// Without an element to write there is nothing to run, however large the other extents are: a batch
+// of 2^50 empty sequences is legal and must not be walked through.
+bool has_outputs(const Problem& p, Pass pass) {
+  const std::int64_t batch = p.packed ? 1 : p.batch;
+  const bool has_rows = batch > 0 && p.seqlen_q > 0 && p.heads_q > 0;
+  const bool has_keys = batch > 0 && p.seqlen_kv > 0 && p.heads_kv > 0;
+  return pass == Pass::kForward
+             ? has_rows
+             : (p.wants_dq && has_rows) || ((p.wants_dk || p.wants_dv) && has_keys) ||
+                   (p.wants_dsinks && p.heads_q > 0);
+}
+
 Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void* workspace,
            std::size_t workspace_bytes, void* stream) {
   Call call;
@@ -107,6 +119,9 @@ Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void
   FG_RETURN_IF_ERROR(validate(pass, tensors, options, &scratch, &call));
   const Backend* backend = nullptr;
   FG_RETURN_IF_ERROR(select(call.problem, pass, options, &backend));
+  if (!has_outputs(call.problem, pass)) {
+    return {};
+  }
   const WorkspaceSize size = backend->workspace_size(call.problem, pass);
   if (workspace_bytes < size.minimum || (workspace == nullptr && size.minimum > 0)) {
     return {FG_WORKSPACE_TOO_SMALL,

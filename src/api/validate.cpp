@@ -368,13 +368,13 @@ class Validator {
         return invalid(name + ": null data, but its shape is " + shape_text(t.shape, t.ndim));
       }
       // An empty tensor needs no memory; any aligned address says that it was given.
-      *data = reinterpret_cast<void*>(alignof(double));
+      *data = reinterpret_cast<void*>(alignof(double));  // NOLINT(performance-no-int-to-ptr)
     } else {
       if (base % static_cast<std::uintptr_t>(width) != 0) {
         return invalid(name + ": data is not aligned to its dtype (" + std::to_string(width) +
                        " bytes)");
       }
-      *data = reinterpret_cast<void*>(base);
+      *data = reinterpret_cast<void*>(base);  // NOLINT(performance-no-int-to-ptr)
     }
     bytes.base = base;
     lattices_[num_lattices_++] = {bytes, want.name, want.is_output};
