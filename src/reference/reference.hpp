@@ -21,7 +21,6 @@
 
 namespace flashgrad::reference {
 
-inline constexpr int kMaxHeadDim = 256;
 // Rows or keys of one call. Each key is loaded and converted once for this many rows.
 inline constexpr int kBlock = 8;
 
