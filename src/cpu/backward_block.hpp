@@ -79,6 +79,14 @@ class KeyBlockTask {
       bool finite = true;
       if (j < valid_) {
         const std::int64_t row = job_.sequence.kv_begin + k0_ + j;
+        if (j + kPrefetchRows < valid_) {
+          prefetch_row(args_.k,
+                       args_.k.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+                       p_.head_dim);
+          prefetch_row(args_.v,
+                       args_.v.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+                       p_.head_dim_v);
+        }
         finite =
             stage_row<Isa>(args_.k, args_.k.offset(job_.sequence.batch_index, row, job_.kv_head),
                            p_.head_dim, b_.k_rows + j * plan_.units_qk, plan_.units_qk);
@@ -268,6 +276,13 @@ class KeyBlockTask {
     if (kv_block_ == last) {
       const std::int64_t end = q0 + rows_q < band_.seqlen_q ? rows_q : band_.seqlen_q - q0;
       for (std::int64_t i = 0; i < end; ++i) {
+        if (i + kPrefetchRows < end) {
+          prefetch_row<true>(
+              args_.dq,
+              args_.dq.offset(job_.sequence.batch_index,
+                              job_.sequence.q_begin + q0 + i + kPrefetchRows, head_index),
+              p_.head_dim);
+        }
         write_row<Isa>(
             dq + i * plan_.columns_qk, static_cast<float>(p_.scale), args_.dq,
             args_.dq.offset(job_.sequence.batch_index, job_.sequence.q_begin + q0 + i, head_index),
@@ -358,6 +373,20 @@ class KeyBlockTask {
   void write() {
     for (std::int64_t j = 0; j < valid_; ++j) {
       const std::int64_t row = job_.sequence.kv_begin + k0_ + j;
+      if (j + kPrefetchRows < valid_) {
+        if (p_.wants_dk) {
+          prefetch_row<true>(
+              args_.dk,
+              args_.dk.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+              p_.head_dim);
+        }
+        if (p_.wants_dv) {
+          prefetch_row<true>(
+              args_.dv,
+              args_.dv.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+              p_.head_dim_v);
+        }
+      }
       if (p_.wants_dk) {
         write_row<Isa>(b_.dk + j * plan_.columns_qk, static_cast<float>(p_.scale), args_.dk,
                        args_.dk.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim);
