@@ -34,8 +34,9 @@ std::string text_of(const CaseResult& r) {
   std::string text = r.message;
   for (const OutputResult& o : r.outputs) {
     if (!o.ok) {
-      text += "\n  " + o.name + ": error " + std::to_string(o.error) + ", bound " +
-              std::to_string(o.bound) + "; " + o.reason;
+      std::array<char, 80> numbers;
+      std::snprintf(numbers.data(), numbers.size(), ": error %.4g, bound %.4g; ", o.error, o.bound);
+      text += "\n  " + o.name + numbers.data() + o.reason;
     }
   }
   return text;
