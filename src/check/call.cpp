@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numbers>
+#include <optional>
 #include <stdexcept>
+#include <string_view>
 
 namespace flashgrad::check {
 namespace {
@@ -71,22 +74,29 @@ void fill_normal(const HostTensor& t, double factor, std::uint64_t stream) {
   }
 }
 
-// The factor of "n", "3n", "0.5n"; NaN if the text is something else.
-double normal_factor(const std::string& text) {
-  if (text.empty() || text.back() != 'n') {
-    return kNaN;
+// The number that the whole text is ("3", "-inf"), if it is one.
+std::optional<double> number_of(std::string_view text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc{} && end == text.data() + text.size() ? std::optional(value)
+                                                                  : std::nullopt;
+}
+
+double require_number(std::string_view text) {
+  const std::optional<double> value = number_of(text);
+  if (!value) {
+    throw std::invalid_argument("data \"" + std::string(text) + "\", want n, 3n or a number");
   }
-  if (text == "n") {
-    return 1;
+  return *value;
+}
+
+// The factor of "n", "3n", "0.5n".
+std::optional<double> normal_factor(std::string_view text) {
+  if (!text.ends_with('n')) {
+    return std::nullopt;
   }
-  std::size_t used = 0;
-  double factor = kNaN;
-  try {
-    factor = std::stod(text, &used);
-  } catch (const std::exception&) {
-    return kNaN;
-  }
-  return used + 1 == text.size() ? factor : kNaN;
+  text.remove_suffix(1);
+  return text.empty() ? 1 : number_of(text);
 }
 
 // `stream` tells the tensors of a case apart. heads and dim are those of the tensor's last two
@@ -95,8 +105,8 @@ void fill(const HostTensor& t, const std::string& pattern, std::uint64_t stream)
   const std::int64_t n = t.num_elements();
   const std::int64_t dim = t.shape().back();
   const std::vector<std::int64_t>& shape = t.shape();
-  if (const double factor = normal_factor(pattern); !std::isnan(factor)) {
-    fill_normal(t, factor, stream);
+  if (const std::optional<double> factor = normal_factor(pattern)) {
+    fill_normal(t, *factor, stream);
   } else if (pattern == "n with one NaN") {
     fill(t, "n", stream);
     if (n > 0) {
@@ -119,11 +129,7 @@ void fill(const HostTensor& t, const std::string& pattern, std::uint64_t stream)
       t.set(e, e % dim == 0 ? -100 * std::sqrt(static_cast<double>(dim)) : 0);
     }
   } else {
-    std::size_t used = 0;
-    const double value = std::stod(pattern, &used);
-    if (used != pattern.size()) {
-      throw std::invalid_argument("data \"" + pattern + "\": want n, 3n, or a number");
-    }
+    const double value = require_number(pattern);
     for (std::int64_t e = 0; e < n; ++e) {
       t.set(e, value);
     }
@@ -336,7 +342,7 @@ void fill_sinks(const Case& c, const HostTensor& sinks, std::uint64_t stream) {
   std::size_t begin = 0;
   for (std::int64_t h = 0; h < c.heads_q; ++h) {
     const std::size_t end = std::min(c.sinks.find(':', begin), c.sinks.size());
-    sinks.set(h, std::stod(c.sinks.substr(begin, end - begin)));
+    sinks.set(h, require_number(std::string_view(c.sinks).substr(begin, end - begin)));
     begin = std::min(end + 1, c.sinks.size());
     if (begin == c.sinks.size()) {
       begin = 0;  // a shorter list repeats
