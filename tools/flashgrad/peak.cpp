@@ -48,8 +48,8 @@ __attribute__((target("avx512f"))) float fma_avx512(std::int64_t iterations, flo
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = _mm512_fmadd_ps(c[n], va, vb);
+    for (__m512& x : c) {
+      x = _mm512_fmadd_ps(x, va, vb);
     }
   }
 #pragma GCC unroll 12
@@ -70,8 +70,8 @@ __attribute__((target("avx512f,avx512bf16"))) float dot_avx512_bf16(std::int64_t
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = _mm512_dpbf16_ps(c[n], va, vb);
+    for (__m512& x : c) {
+      x = _mm512_dpbf16_ps(x, va, vb);
     }
   }
 #pragma GCC unroll 12
@@ -91,8 +91,8 @@ __attribute__((target("avx2,fma"))) float fma_avx2(std::int64_t iterations, floa
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = _mm256_fmadd_ps(c[n], va, vb);
+    for (__m256& x : c) {
+      x = _mm256_fmadd_ps(x, va, vb);
     }
   }
 #pragma GCC unroll 12
@@ -117,8 +117,8 @@ float multiply_add_generic(std::int64_t iterations, float a, float b) {
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = c[n] * va + vb;
+    for (Vector& x : c) {
+      x = x * va + vb;
     }
   }
 #pragma GCC unroll 12
