@@ -166,14 +166,19 @@ double time_loop(const Kernel& kernel, int num_threads, std::int64_t iterations)
   return std::isfinite(total) ? seconds : HUGE_VAL;
 }
 
-// Iterations that take one thread about `seconds` of its own time, which other programs do not
-// lengthen.
+// Seconds that the calling thread has computed, which other programs do not lengthen.
+double thread_seconds() {
+  std::timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// Iterations that take one thread about `seconds`.
 std::int64_t calibrate(const Kernel& kernel, double seconds) {
   for (std::int64_t iterations = 1 << 14;; iterations *= 2) {
-    const std::clock_t begin = std::clock();
+    const double begin = thread_seconds();
     const float sum = kernel.loop(iterations, kFactor, kAddend);
-    const double elapsed = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
-    if (elapsed >= seconds || !std::isfinite(sum)) {
+    if (thread_seconds() - begin >= seconds || !std::isfinite(sum)) {
       return iterations;
     }
   }
