@@ -68,6 +68,7 @@ DType Expected::Impl::dtype_of(Output output) const {
       return problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   }
 }
+
 double Expected::Impl::bound(Output output) const {
   const bool gradient = output >= kDq;
   const double softcap_factor = problem.softcap > 0 ? 3 : 2;
