@@ -41,7 +41,9 @@ class KeyBlockTask {
         k0_(kv_block * job.blocks.block_kv),
         valid_(band_.seqlen_kv - k0_ < job.blocks.block_kv ? band_.seqlen_kv - k0_
                                                            : job.blocks.block_kv),
-        rows_(round_up(valid_, kRowMultiple<Isa>)) {
+        rows_(round_up(valid_, kRowMultiple<Isa>)),
+        dk_(job.dk != nullptr ? job.dk + k0_ * plan.columns_qk : buffers.dk),
+        dv_(job.dv != nullptr ? job.dv + k0_ * plan.columns_v : buffers.dv) {
     const double logit = p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale * kExponentUnit<Isa>;
     scores_ = {static_cast<float>(logit), static_cast<float>(p_.softcap) * kExponentUnit<Isa>};
   }
@@ -57,12 +59,15 @@ class KeyBlockTask {
     const std::int64_t group = p_.group();
     const std::int64_t first_block = queries.begin / job_.blocks.block_q;
     const std::int64_t last_block = (queries.end - 1) / job_.blocks.block_q;
-    bool add = false;
-    for (std::int64_t g = 0; g < group; ++g) {
+    bool add = job_.group_begin > 0;
+    for (std::int64_t g = job_.group_begin; g < job_.group_end; ++g) {
       for (std::int64_t q_block = last_block; q_block >= first_block; --q_block) {
-        query_block(job_.heads[g], job_.kv_head * group + g, q_block, add);
+        query_block(job_.heads[g - job_.group_begin], job_.kv_head * group + g, q_block, add);
         add = true;
       }
+    }
+    if (job_.group_end < group) {
+      return;
     }
     write();
     if (p_.wants_dv && !plan_.needs_dv) {
@@ -146,21 +151,21 @@ class KeyBlockTask {
     if (plan_.needs_dv) {
       multiply_panels<Isa, false>(rows_, plan_.columns_v, b_.p_rows, kLdP<Isa>,
                                   head.dout_depth + q0 / Isa::kPair * plan_.columns_v,
-                                  rows_q / Isa::kPair, b_.dv, plan_.columns_v, add,
+                                  rows_q / Isa::kPair, dv_, plan_.columns_v, add,
                                   queries_of);  // (5)
       if (not_finite) {
         add_not_finite_queries(args_.dout, head.dout_not_finite, head_index, p_.head_dim_v,
-                               b_.p_rows, b_.dv, plan_.columns_v, q0, rows_q);
+                               b_.p_rows, dv_, plan_.columns_v, q0, rows_q);
       }
     }
     if (p_.wants_dk) {
       multiply_panels<Isa, false>(rows_, plan_.columns_qk, b_.ds_rows, kLdP<Isa>,
                                   head.q_depth + q0 / Isa::kPair * plan_.columns_qk,
-                                  rows_q / Isa::kPair, b_.dk, plan_.columns_qk, add,
+                                  rows_q / Isa::kPair, dk_, plan_.columns_qk, add,
                                   queries_of);  // (6)
       if (not_finite) {
-        add_not_finite_queries(args_.q, head.q_not_finite, head_index, p_.head_dim, b_.ds_rows,
-                               b_.dk, plan_.columns_qk, q0, rows_q);
+        add_not_finite_queries(args_.q, head.q_not_finite, head_index, p_.head_dim, b_.ds_rows, dk_,
+                               plan_.columns_qk, q0, rows_q);
       }
     }
     if (p_.wants_dq) {
@@ -388,11 +393,11 @@ class KeyBlockTask {
         }
       }
       if (p_.wants_dk) {
-        write_row<Isa>(b_.dk + j * plan_.columns_qk, static_cast<float>(p_.scale), args_.dk,
+        write_row<Isa>(dk_ + j * plan_.columns_qk, static_cast<float>(p_.scale), args_.dk,
                        args_.dk.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim);
       }
       if (plan_.needs_dv) {
-        write_row<Isa>(b_.dv + j * plan_.columns_v, 1.F, args_.dv,
+        write_row<Isa>(dv_ + j * plan_.columns_v, 1.F, args_.dv,
                        args_.dv.offset(job_.sequence.batch_index, row, job_.kv_head),
                        p_.head_dim_v);
       }
@@ -421,6 +426,8 @@ class KeyBlockTask {
   const std::int64_t k0_;     // its first key
   const std::int64_t valid_;  // its keys
   const std::int64_t rows_;   // its keys, padded
+  float* const dk_;           // (rows, columns_qk)
+  float* const dv_;           // (rows, columns_v)
   Scores scores_{};
   bool k_all_finite_ = true;
 };

@@ -127,21 +127,27 @@ static HeadPack<Isa> take_head(Arena& arena, const BackwardPlan<Isa>& plan, cons
   return head;
 }
 
-// One (sequence, kv head) with the query heads of its group.
+// One (sequence, kv head) with the query heads of its group, or with some of them where memory is
+// short.
 template <class Isa>
 struct Job {
   Sequence sequence;
   std::int64_t batch = 0;  // index of the sequence
   std::int64_t kv_head = 0;
+  std::int64_t group_begin = 0;  // its heads of the group: [group_begin, group_end)
+  std::int64_t group_end = 0;
   Blocks blocks;
-  HeadPack<Isa>* heads = nullptr;  // (group)
+  HeadPack<Isa>* heads = nullptr;  // (group_end - group_begin)
+  float* dk =
+      nullptr;  // sums of all keys from one part of the group to the next; null: the job is whole
+  float* dv = nullptr;
 };
 
 template <class Isa>
 static void take_heads(Arena& arena, const BackwardPlan<Isa>& plan, Job<Isa>& job) {
-  const std::int64_t group = plan.p.group();
-  job.heads = arena.take<HeadPack<Isa>>(group);
-  for (std::int64_t g = 0; g < group; ++g) {
+  const std::int64_t num_heads = job.group_end - job.group_begin;
+  job.heads = arena.take<HeadPack<Isa>>(num_heads);
+  for (std::int64_t g = 0; g < num_heads; ++g) {
     const HeadPack<Isa> head = take_head(arena, plan, job.blocks);
     if (job.heads != nullptr) {
       job.heads[g] = head;
