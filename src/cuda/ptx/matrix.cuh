@@ -58,7 +58,13 @@ __device__ __forceinline__ float2 unpack(std::uint32_t packed) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000U)};
   } else {
-    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+    float2 value;
+    asm volatile(
+        "{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+        : "=f"(value.x), "=f"(value.y)
+        : "r"(packed));
+    return value;
   }
 }
 

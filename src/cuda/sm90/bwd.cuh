@@ -420,6 +420,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
                                                   int thread) {
   constexpr int kD = C.head_dim;
   constexpr int kBlocks = C.key_blocks;
+  // Loading delta before dP is there needs registers that f16's conversions or softcap take.
+  constexpr bool kDeltaAhead = std::is_same_v<T, __nv_bfloat16> && !C.softcap;
   constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
   using QTile = tile::SwizzledTile<kBlockM>;
   using KTile = tile::SwizzledTile<C.block_n()>;
@@ -454,6 +456,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     }
   }
   const float scale_log2 = p.scale_log2;
+  const float hidden = C.softcap ? -INFINITY : copysignf(INFINITY, -scale_log2);
 
   const auto token_wait = [&] {
     if constexpr (C.ping_pong) {
@@ -504,7 +507,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
 #pragma unroll 1
     for (int r = m < tile.full_begin[index] || m >= tile.full_end[index] ? 1 : 0; r > 0; --r) {
       mask_s(s, tile, 64 * index + warp * 16 + lane / 4, m * kBlockM + lane % 4 * 2,
-             copysignf(INFINITY, -scale_log2));
+             hidden);
     }
     // (2)
 #pragma unroll
@@ -519,8 +522,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
           const float a = p.scale_softcap * kTwoLog2E;
           const float t0 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s0 * a));
           const float t1 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s1 * a));
-          rp[2 * j + half] = ptx::pack<T>(ptx::exp2_approx(fmaf(t0, scale_log2, rows[j].x)),
-                                          ptx::exp2_approx(fmaf(t1, scale_log2, rows[j].y)));
+          const float p0 = ptx::exp2_approx(fmaf(t0, scale_log2, rows[j].x));
+          const float p1 = ptx::exp2_approx(fmaf(t1, scale_log2, rows[j].y));
+          rp[2 * j + half] =
+              ptx::pack<T>(s0 == hidden ? 0.0F : p0, s1 == hidden ? 0.0F : p1);
           rds[2 * j + half] = ptx::pack<T>(1.0F - t0 * t0, 1.0F - t1 * t1);
         } else {
           rp[2 * j + half] = ptx::pack<T>(ptx::exp2_approx(fmaf(s0, scale_log2, rows[j].x)),
@@ -547,13 +552,20 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     tile::gemm_registers<kD, kBlockM, T, QTile>(dv[x], rp, desc_do_mn + stage);
     ptx::wgmma_commit();
     token_pass();
-    load_row_statistic(rows, lse + static_cast<std::uint32_t>(ring.stage) * (kBlockM * 4) + kDelta);
+    const std::uint32_t delta =
+        lse + static_cast<std::uint32_t>(ring.stage) * (kBlockM * 4) + kDelta;
+    if constexpr (kDeltaAhead) {
+      load_row_statistic(rows, delta);
+    }
     ptx::wgmma_wait<1>();
     ptx::pin(dp);
 
     // (4)
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      if constexpr (!kDeltaAhead) {
+        rows[j] = ptx::load_shared_float2(delta + j * 32);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 p01 = ptx::unpack<T>(rp[2 * j + half]);
