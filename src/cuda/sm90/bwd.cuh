@@ -115,14 +115,16 @@ struct Ring {
 
 // Walks the steps of a tile: query heads of the group, and in each the query blocks downwards.
 struct StepWalk {
+  int m_begin;
+  int m_last;
   int m;
   int head;
 
   __device__ StepWalk(const KeyTile& tile, int group)
-      : m(tile.m_end - 1), head(tile.head_kv * group) {}
-  __device__ void advance(const KeyTile& tile) {
-    if (--m < tile.m_begin) {
-      m = tile.m_end - 1;
+      : m_begin(tile.m_begin), m_last(tile.m_end - 1), m(m_last), head(tile.head_kv * group) {}
+  __device__ void advance() {
+    if (--m < m_begin) {
+      m = m_last;
       ++head;
     }
   }
@@ -136,21 +138,24 @@ struct Loader {
 
   const BwdParams& p;
   const BwdMaps& maps;
-  KeyTile& tile;
+  const KeyTile& tile;
+  int& landing_parity;
   BwdShared<C> shared;
   int lane;
   StepWalk walk;
-  int unreadable;  // of the walk's block, loaded one step ahead
+  // Whether the walk's block, the next, ... have rows that are not to be read: loaded 32 at a time,
+  // since a load that is waited for in every step costs the dq warpgroup its slack.
+  std::uint32_t unreadable = 0;
 
-  __device__ Loader(const BwdParams& params, const BwdMaps& tensor_maps, KeyTile& key_tile,
-                    BwdShared<C> memory, int lane_index)
+  __device__ Loader(const BwdParams& params, const BwdMaps& tensor_maps, const KeyTile& key_tile,
+                    int& parity_of_landing, BwdShared<C> memory, int lane_index)
       : p(params),
         maps(tensor_maps),
         tile(key_tile),
+        landing_parity(parity_of_landing),
         shared(memory),
         lane(lane_index),
-        walk(key_tile, static_cast<int>(params.group)),
-        unreadable(params.rows.unreadable[slot()]) {}
+        walk(key_tile, static_cast<int>(params.group)) {}
 
   __device__ std::int64_t slot() const {
     return walk.head * p.rows.num_blocks + tile.q_block + walk.m;
@@ -186,7 +191,7 @@ struct Loader {
     if (!clear) {
       return;
     }
-    ptx::mbarrier_wait(barrier, static_cast<std::uint32_t>(tile.landing_parity));
+    ptx::mbarrier_wait(barrier, static_cast<std::uint32_t>(landing_parity));
     __syncwarp();
     if (mapped) {
       clear_rows<kRows, C.head_dim>(destination, lane, keep);
@@ -197,7 +202,7 @@ struct Loader {
     ptx::fence_proxy_async();
     __syncwarp();
     if (ptx::elect_one()) {
-      tile.landing_parity ^= 1;
+      landing_parity ^= 1;
       ptx::mbarrier_arrive(full);
     }
     __syncwarp();
@@ -215,6 +220,19 @@ struct Loader {
   __device__ void load_step(int step) {
     const int stage = step % C.q_stages;
     const std::uint32_t parity = (static_cast<std::uint32_t>(step / C.q_stages) & 1U) ^ 1U;
+    if (step == tile.num_steps) {
+      // The consumers prefetch S of a step past the last: let them, on whatever the stage holds.
+      ptx::mbarrier_wait(shared.q_empty(stage), parity);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive(shared.q_full(stage));
+      }
+      __syncwarp();
+      return;
+    }
+    if ((tile.m_end - 1 - walk.m) % 32 == 0) {
+      const bool exists = walk.m - lane >= tile.m_begin;
+      unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot() - lane] != 0);
+    }
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
       const bool is_q = which == 0;
@@ -225,7 +243,7 @@ struct Loader {
           is_q ? &maps.q : &maps.dout, mapped, is_q ? p.q : p.dout,
           static_cast<int>(is_q ? p.head_dim : p.head_dim_v), tile.q_row + walk.m * kBlockM,
           walk.head, is_q ? shared.q(stage) : shared.dout(stage),
-          is_q ? shared.q_full(stage) : shared.do_full(stage), unreadable != 0 || !mapped,
+          is_q ? shared.q_full(stage) : shared.do_full(stage), (unreadable & 1U) != 0 || !mapped,
           [lse](int r) { return lse[r] != -INFINITY; },
           is_q ? lse : p.rows.neg_delta + slot() * kBlockM,
           is_q ? shared.lse(stage) : shared.delta(stage));
@@ -233,31 +251,23 @@ struct Loader {
         load_kv(&maps.v, (p.mapped & kMapV) != 0, p.v, p.head_dim_v, shared.v(), shared.v_full());
       }
     }
-    walk.advance(tile);
-    if (step + 1 < tile.num_steps) {
-      unreadable = p.rows.unreadable[slot()];
-    } else {
-      // The consumers prefetch S of a step past the last: let them, on whatever the stage holds.
-      const int next = (step + 1) % C.q_stages;
-      ptx::mbarrier_wait(shared.q_empty(next),
-                         (static_cast<std::uint32_t>((step + 1) / C.q_stages) & 1U) ^ 1U);
-      if (ptx::elect_one()) {
-        ptx::mbarrier_arrive(shared.q_full(next));
-      }
-      __syncwarp();
-    }
+    walk.advance();
+    unreadable >>= 1;
   }
 };
 
 template <BwdConfig C, class T>
-__device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& maps, KeyTile& tile,
+__device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& maps,
+                                            KeyTile& shared_tile,
                                             const BwdShared<C>& shared, int warp, int lane) {
   using KTile = tile::SwizzledTile<C.block_n()>;
   using DsTile = tile::SwizzledTile<64 * BwdConfig::kConsumers>;
   constexpr int kAhead = C.q_stages - 1;
   static_assert((C.ds_stages & (C.ds_stages - 1)) == 0, "stages are counted by masks");
   const bool loads = warp == 0;
-  Loader<C> loader(p, maps, tile, shared, lane);
+  // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
+  const KeyTile tile = shared_tile;
+  Loader<C> loader(p, maps, tile, shared_tile.landing_parity, shared, lane);
   if (loads) {
     loader.load_kv(&maps.k, (p.mapped & kMapK) != 0, p.k, p.head_dim, shared.k(), shared.k_full());
   }
@@ -266,7 +276,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   StepWalk walk(tile, static_cast<int>(p.group));
 #pragma unroll 1
   for (int step = -kAhead; step < tile.num_steps; ++step) {
-    if (loads && step + kAhead < tile.num_steps) {
+    if (loads && step + kAhead <= tile.num_steps) {
       loader.load_step(step + kAhead);
     }
     __syncwarp();
@@ -315,7 +325,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
         }
       }
     }
-    walk.advance(tile);
+    walk.advance();
   }
   if (lane == 0) {
     ptx::mbarrier_arrive(shared.done());
@@ -499,13 +509,23 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   ptx::wgmma_wait<0>();
   ptx::pin(s);
 
-  int m = tile.m_end - 1;
+  // In registers: loads from shared memory wait long behind the operands of wgmma.
+  const int m_begin = tile.m_begin;
+  const int m_last = tile.m_end - 1;
+  int full_begin[kBlocks];
+  int full_count[kBlocks];
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+    full_begin[x] = tile.full_begin[2 * x + consumer];
+    full_count[x] = max(tile.full_end[2 * x + consumer] - full_begin[x], 0);
+  }
+  int m = m_last;
   int remaining = tile.num_steps;
   const auto block = [&]<int x>() {
     const int index = 2 * x + consumer;
     // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
-    for (int r = m < tile.full_begin[index] || m >= tile.full_end[index] ? 1 : 0; r > 0; --r) {
+    for (int r = static_cast<unsigned>(m - full_begin[x]) >= static_cast<unsigned>(full_count[x]); r > 0; --r) {
       mask_s(s, tile, 64 * index + warp * 16 + lane / 4, m * kBlockM + lane % 4 * 2,
              hidden);
     }
@@ -633,9 +653,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     if constexpr (kBlocks == 2) {
       block.template operator()<1>();
     }
-    --m;
-    if (m < tile.m_begin) {
-      m = tile.m_end - 1;
+    if (--m < m_begin) {
+      m = m_last;
     }
   } while (--remaining > 0);
   if (consumer == 0) {

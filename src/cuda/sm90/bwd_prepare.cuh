@@ -81,40 +81,55 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
   const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
   float dsink = 0;
   bool unreadable = false;
-#pragma unroll 4
-  for (int r = static_cast<int>(threadIdx.x) / 16; r < kBlockM; r += kPrepareThreads / 16) {
-    const std::int64_t row = row_begin + r;
+  // The loads of four rows are issued together: first what decides whether a row is read, then the row.
+  constexpr int kRows = kBlockM * 16 / kPrepareThreads;
+  float lse[kRows];
+  float dlse[kRows];
+  bool readable[kRows];
+  float delta[kRows];
+  const std::int64_t b = sequence.batch_index;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const std::int64_t row = row_begin + static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
     const std::int64_t tensor_row = sequence.q.begin + row;
     const bool exists = row < sequence.band.seqlen_q;
-    const std::int64_t b = sequence.batch_index;
-    const float lse =
-        exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, tensor_row, head)] : INFINITY;
-    const float dlse =
-        exists && p.dlse
-            ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, tensor_row, head)]
-            : 0.0F;
-    const bool readable =
-        exists && !isinf(lse) && !sequence.band.kv_range(row, row + 1).empty();
-    float delta = 0;
-    if (readable && p.dout) {
-      delta = partial_dot<T>(
+    lse[i] = exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, tensor_row, head)]
+                    : INFINITY;
+    dlse[i] = exists && p.dlse
+                  ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, tensor_row, head)]
+                  : 0.0F;
+    readable[i] = exists && !sequence.band.kv_range(row, row + 1).empty();
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    readable[i] = readable[i] && !isinf(lse[i]);
+    delta[i] = 0;
+    if (readable[i] && p.dout) {
+      const std::int64_t tensor_row = sequence.q.begin + row_begin +
+                                      static_cast<int>(threadIdx.x) / 16 +
+                                      i * (kPrepareThreads / 16);
+      delta[i] = partial_dot<T>(
           static_cast<const T*>(p.out.data) + p.out.offset(b, tensor_row, head),
           static_cast<const T*>(p.dout.data) + p.dout.offset(b, tensor_row, head),
           p.dout.dim_stride, p.head_dim_v, lane, wide);
     }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
 #pragma unroll
     for (int step = 8; step > 0; step /= 2) {
-      delta += __shfl_xor_sync(0xffffffffU, delta, step);
+      delta[i] += __shfl_xor_sync(0xffffffffU, delta[i], step);
     }
     if (lane == 0) {
       constexpr float kLog2E = 1.4426950408889634F;
-      p.rows.neg_lse_log2[slot * kBlockM + r] = readable ? -lse * kLog2E : -INFINITY;
-      p.rows.neg_delta[slot * kBlockM + r] = readable ? dlse - delta : 0.0F;
-      if (!isinf(lse) && sink != -INFINITY) {
-        dsink += expf(sink - lse) * (dlse - delta);
+      p.rows.neg_lse_log2[slot * kBlockM + r] = readable[i] ? -lse[i] * kLog2E : -INFINITY;
+      p.rows.neg_delta[slot * kBlockM + r] = readable[i] ? dlse[i] - delta[i] : 0.0F;
+      if (!isinf(lse[i]) && sink != -INFINITY) {
+        dsink += expf(sink - lse[i]) * (dlse[i] - delta[i]);
       }
       // Rows past the end of the tensor come as zeros from the copy engine.
-      unreadable |= !readable && tensor_row < s.rows_q;
+      unreadable |= !readable[i] && sequence.q.begin + row_begin + r < s.rows_q;
     }
   }
   const int any_unreadable = __syncthreads_or(static_cast<int>(unreadable));
