@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks and times the sm90 backward by itself, against a float64 textbook computation on the same GPU.
+// Checks and times the sm90 backward by itself, against a float64 textbook computation on the same
+// GPU.
 //
 //   sm90_backward check            every case below; exit status 1 if one fails
 //   sm90_backward bench [shapes]   whole calls, TFLOP/s cool and sustained, one line a shape
 //
-// Inputs are random normals; rows and keys that nothing visible depends on, the gaps between strided
-// rows, the outputs and the workspace are full of NaN before each call.
+// Inputs are random normals; rows and keys that nothing visible depends on, the gaps between
+// strided rows, the outputs and the workspace are full of NaN before each call.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -63,18 +64,18 @@ struct Case {
   std::vector<int> lens_q, lens_kv;  // packed if not empty
   std::vector<int> seqused_q, seqused_kv;
   std::vector<std::int64_t> q_offset;
-  int head_pad = 0;      // elements between heads, odd: the copy engine can't be used
-  int row_pad = 0;       // elements between rows
-  bool plus_inf = false; // lse of empty rows is +inf
-  bool stride0 = false;  // dout is one element, expanded
+  int head_pad = 0;       // elements between heads, odd: the copy engine can't be used
+  int row_pad = 0;        // elements between rows
+  bool plus_inf = false;  // lse of empty rows is +inf
+  bool stride0 = false;   // dout is one element, expanded
   double logit_scale = 1;
 };
 
 // For every row of q, or key, of the tensors: what it meets.
 struct Line {
-  int batch_index;  // of the tensors
-  int sequence;     // -1: none
-  std::int64_t row; // of the tensors, in its batch entry
+  int batch_index;           // of the tensors
+  int sequence;              // -1: none
+  std::int64_t row;          // of the tensors, in its batch entry
   std::int64_t other_begin;  // first row of the sequence on the other side
   std::int64_t begin, end;   // visible, relative to that
 };
@@ -87,9 +88,7 @@ struct Layout {
     const std::int64_t row = head * heads + row_pad;
     return {data, dtype, row * rows, row, head, 1};
   }
-  std::int64_t elements() const {
-    return batch * rows * ((columns + head_pad) * heads + row_pad);
-  }
+  std::int64_t elements() const { return batch * rows * ((columns + head_pad) * heads + row_pad); }
 };
 
 __device__ double load(const Tensor& t, std::int64_t at) {
@@ -244,8 +243,8 @@ __global__ void reference_row(Reference r) {
   double delta = 0;
   if (line.begin < line.end && r.dout) {
     for (int c = static_cast<int>(threadIdx.x); c < r.p.head_dim_v; c += 128) {
-      delta += load(r.dout, do_at + c * r.dout.dim_stride) *
-               r.out64[blockIdx.x * r.p.head_dim_v + c];
+      delta +=
+          load(r.dout, do_at + c * r.dout.dim_stride) * r.out64[blockIdx.x * r.p.head_dim_v + c];
     }
   }
   delta = reduce(delta, false);
@@ -291,7 +290,8 @@ __global__ void reference_key(Reference r, std::int64_t q_rows) {
   const std::int64_t v_at = r.v.offset(line.batch_index, line.row, kv_head);
   double dk[2] = {0, 0};
   double dv[2] = {0, 0};
-  for (std::int64_t head = kv_head * (r.p.heads_q / r.p.heads_kv); head < (kv_head + 1) * (r.p.heads_q / r.p.heads_kv); ++head) {
+  for (std::int64_t head = kv_head * (r.p.heads_q / r.p.heads_kv);
+       head < (kv_head + 1) * (r.p.heads_q / r.p.heads_kv); ++head) {
     __syncthreads();
     for (std::int64_t i = line.begin + threadIdx.x; i < line.end; i += 128) {
       const std::int64_t row = line.other_begin + i;
@@ -536,8 +536,8 @@ bool run_case(Case c) {
   for (std::size_t h = 0; h < host_sinks.size(); ++h) {
     host_sinks[h] = h % 4 == 3 ? -INFINITY : 0.5F * static_cast<float>(h);
   }
-  CHECK_CUDA(cudaMemcpy(sinks.data, host_sinks.data(), host_sinks.size() * 4,
-                        cudaMemcpyHostToDevice));
+  CHECK_CUDA(
+      cudaMemcpy(sinks.data, host_sinks.data(), host_sinks.size() * 4, cudaMemcpyHostToDevice));
   std::vector<float> host_dlse(stat_count, NAN);
   std::mt19937 random(7);
   std::normal_distribution<float> distribution;
@@ -552,17 +552,28 @@ bool run_case(Case c) {
   }
   CHECK_CUDA(cudaMemcpy(dlse.data, host_dlse.data(), stat_count * 4, cudaMemcpyHostToDevice));
 
-  const Reference r{p,           args.q,      args.k,
-                    args.v,      args.dout,   args.out,
-                    args.lse,    args.dlse,   static_cast<const float*>(args.sinks),
-                    q_lines.data, kv_lines.data, out64.data,
-                    lse64.data,  delta64.data, dq64.data,
-                    dk64.data,   dv64.data};
-  const auto shared = static_cast<int>(
-      std::max<std::int64_t>(1, std::max(2 * p.seqlen_q, p.seqlen_kv)) * 8);
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(reference_forward), reinterpret_cast<const void*>(reference_row),
-        reinterpret_cast<const void*>(reference_key)}) {
+  const Reference r{p,
+                    args.q,
+                    args.k,
+                    args.v,
+                    args.dout,
+                    args.out,
+                    args.lse,
+                    args.dlse,
+                    static_cast<const float*>(args.sinks),
+                    q_lines.data,
+                    kv_lines.data,
+                    out64.data,
+                    lse64.data,
+                    delta64.data,
+                    dq64.data,
+                    dk64.data,
+                    dv64.data};
+  const auto shared =
+      static_cast<int>(std::max<std::int64_t>(1, std::max(2 * p.seqlen_q, p.seqlen_kv)) * 8);
+  for (const void* kernel : {reinterpret_cast<const void*>(reference_forward),
+                             reinterpret_cast<const void*>(reference_row),
+                             reinterpret_cast<const void*>(reference_key)}) {
     CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     std::max(shared, 1024)));
   }
@@ -618,8 +629,8 @@ bool run_case(Case c) {
         for (std::int64_t i = 0; i < q_rows; ++i) {
           const auto at = static_cast<std::size_t>(i * p.heads_q + h);
           if (!std::isinf(lse_host[at]) && !std::isinf(host_sinks[static_cast<std::size_t>(h)])) {
-            const double x = std::exp(host_sinks[static_cast<std::size_t>(h)] - lse_host[at]) *
-                             delta_host[at];
+            const double x =
+                std::exp(host_sinks[static_cast<std::size_t>(h)] - lse_host[at]) * delta_host[at];
             want += x;
             scale += std::abs(x);
           }
@@ -680,8 +691,8 @@ std::vector<Case> cases() {
   for (const int d : {128, 64}) {
     for (const DType t : {kB, kH}) {
       add(d == 128 ? "d128 full 512" : "d64 full 512", problem(t, 1, 512, 512, 2, 2, d, d), kFull);
-      add(d == 128 ? "d128 causal 1024" : "d64 causal 1024",
-          problem(t, 2, 1024, 1024, 2, 2, d, d), kCausal);
+      add(d == 128 ? "d128 causal 1024" : "d64 causal 1024", problem(t, 2, 1024, 1024, 2, 2, d, d),
+          kCausal);
     }
     add("full tails 300x451", problem(kB, 2, 300, 451, 3, 3, d, d), kFull);
     add("causal tails 451x300", problem(kB, 2, 451, 300, 2, 2, d, d), kCausal);
@@ -698,9 +709,8 @@ std::vector<Case> cases() {
         BandMask{-1, -1, Alignment::kBottomRight});
     add("gqa 8/2 causal", problem(kB, 2, 500, 500, 8, 2, d, d), kCausal);
     add("mqa 6/1 full", problem(kB, 1, 333, 257, 6, 1, d, d), kFull);
-    add("f32 gradients", problem(kB, 1, 300, 300, 4, 2, d, d), kCausal, [](Case& c) {
-      c.p.dq_dtype = c.p.dk_dtype = c.p.dv_dtype = DType::kF32;
-    });
+    add("f32 gradients", problem(kB, 1, 300, 300, 4, 2, d, d), kCausal,
+        [](Case& c) { c.p.dq_dtype = c.p.dk_dtype = c.p.dv_dtype = DType::kF32; });
     add("dlse", problem(kB, 1, 300, 300, 4, 2, d, d), kCausal,
         [](Case& c) { c.p.has_dlse = true; });
     add("dlse without dout", problem(kB, 1, 300, 300, 4, 2, d, d), kCausal, [](Case& c) {
@@ -708,9 +718,8 @@ std::vector<Case> cases() {
       c.p.has_dout = false;
       c.p.wants_dv = false;
     });
-    add("sinks", problem(kB, 2, 300, 200, 4, 2, d, d), kCausal, [](Case& c) {
-      c.p.has_sinks = c.p.wants_dsinks = c.p.has_dlse = true;
-    });
+    add("sinks", problem(kB, 2, 300, 200, 4, 2, d, d), kCausal,
+        [](Case& c) { c.p.has_sinks = c.p.wants_dsinks = c.p.has_dlse = true; });
     add("softcap 15", problem(kB, 1, 300, 300, 4, 2, d, d), kCausal,
         [](Case& c) { c.p.softcap = 15; });
     add("negative scale", problem(kB, 1, 300, 300, 2, 2, d, d), kCausal,
@@ -883,7 +892,8 @@ int main(int argc, char** argv) {
     return failures == 0 ? 0 : 1;
   }
   if (mode == "bench") {
-    // d, seqlen / 1024, causal, heads_q, heads_kv [, dtype, deterministic]: groups of seven numbers.
+    // d, seqlen / 1024, causal, heads_q, heads_kv [, dtype, deterministic]: groups of seven
+    // numbers.
     for (int i = 2; i + 6 < argc; i += 7) {
       bench(std::atoi(argv[i]), 1024 * std::atoll(argv[i + 1]), std::atoi(argv[i + 2]) != 0,
             std::atoll(argv[i + 3]), std::atoll(argv[i + 4]),
@@ -892,6 +902,7 @@ int main(int argc, char** argv) {
     }
     return 0;
   }
-  std::printf("usage: sm90_backward check [name] | bench (d k causal heads_q heads_kv dtype det)...\n");
+  std::printf(
+      "usage: sm90_backward check [name] | bench (d k causal heads_q heads_kv dtype det)...\n");
   return 2;
 }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, pass 2 of 3, head dims up to 128. Key blocks outside, query blocks inside: one CTA holds
-// block_n keys, and for every query head of the group and every query block m that sees them
-//   (1) S^T  = K Q^T                     (2) P^T  = exp2(scale_log2 * S^T - lse_log2), 0 where masked
-//   (3) dP^T = V dO^T                    (4) dS^T = P^T * (dP^T - delta + dlse)
-//   (5) dV  += P^T dO                    (6) dK  += dS^T Q
-//   (7) dQ   = dS K, added to f32 accumulators in global memory
+// Backward, pass 2 of 3, head dims up to 128. Key blocks outside, query blocks inside: one CTA
+// holds block_n keys, and for every query head of the group and every query block m that sees them
+//   (1) S^T  = K Q^T                     (2) P^T  = exp2(scale_log2 * S^T - lse_log2), 0 where
+//   masked (3) dP^T = V dO^T                    (4) dS^T = P^T * (dP^T - delta + dlse) (5) dV  +=
+//   P^T dO                    (6) dK  += dS^T Q (7) dQ   = dS K, added to f32 accumulators in
+//   global memory
 // With softcap, S is capped before (2) and dS^T takes the factor 1 - (s / softcap)^2.
 //
 // Warpgroup roles (384 threads):
 //   0     "dq": its first warp issues the loads; all four make (7)
 //   1, 2  "consumers": (1) to (6) for 64 keys each (d64: two blocks of 64 keys in turn); P and dS
 //         go from registers into (5) and (6), dS also through shared memory to warpgroup 0
-// A consumer issues [dP, dV] and [dK, S of the next step] as two batches. With ping_pong a token lets
-// one consumer issue a batch only after the other has, so that one's softmax runs under the other's
-// products.
+// A consumer issues [dP, dV] and [dK, S of the next step] as two batches. With ping_pong a token
+// lets one consumer issue a batch only after the other has, so that one's softmax runs under the
+// other's products.
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per):
 //   k, v         1; loader -> all, consumers; once
@@ -130,8 +130,8 @@ struct StepWalk {
   }
 };
 
-// The loads of a CTA, all issued by one warp. What it must remember between steps is little, because
-// the dq warpgroup, to which the warp belongs, has few registers.
+// The loads of a CTA, all issued by one warp. What it must remember between steps is little,
+// because the dq warpgroup, to which the warp belongs, has few registers.
 template <BwdConfig C>
 struct Loader {
   static constexpr int kBoxes = C.head_dim / 64;
@@ -216,7 +216,8 @@ struct Loader {
         [this](int r) { return r >= tile.live_begin && r < tile.live_end; }, nullptr, 0);
   }
 
-  // Step `step`: a query block of q with lse, and of dout with delta. V comes between the first two.
+  // Step `step`: a query block of q with lse, and of dout with delta. V comes between the first
+  // two.
   __device__ void load_step(int step) {
     const int stage = step % C.q_stages;
     const std::uint32_t parity = (static_cast<std::uint32_t>(step / C.q_stages) & 1U) ^ 1U;
@@ -258,8 +259,8 @@ struct Loader {
 
 template <BwdConfig C, class T>
 __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& maps,
-                                            KeyTile& shared_tile,
-                                            const BwdShared<C>& shared, int warp, int lane) {
+                                            KeyTile& shared_tile, const BwdShared<C>& shared,
+                                            int warp, int lane) {
   using KTile = tile::SwizzledTile<C.block_n()>;
   using DsTile = tile::SwizzledTile<64 * BwdConfig::kConsumers>;
   constexpr int kAhead = C.q_stages - 1;
@@ -274,32 +275,32 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   StepWalk walk(tile, static_cast<int>(p.group));
+  if (loads) {
 #pragma unroll 1
-  for (int step = -kAhead; step < tile.num_steps; ++step) {
-    if (loads && step + kAhead <= tile.num_steps) {
-      loader.load_step(step + kAhead);
+    for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
+      loader.load_step(step);
     }
-    __syncwarp();
-    if (step < 0) {
-      continue;
-    }
-    if (step == 0) {
-      ptx::mbarrier_wait(shared.k_full(), 0);
-    }
+  }
+  __syncwarp();
+  ptx::mbarrier_wait(shared.k_full(), 0);
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step) {
     float* const accumulator =
         p.dq_accumulator +
         (walk.head * p.rows.num_blocks + tile.q_block + walk.m) * (kBlockM * C.head_dim) +
         tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
     // (7), 64 columns of d at a time.
-#pragma unroll 1
+#pragma unroll
     for (int box = 0; box < C.head_dim / 64; ++box) {
       float dq[32];
 #pragma unroll
       for (int x = 0; x < C.key_blocks; ++x) {
         const int count = step * C.key_blocks + x;
         const int stage = count % C.ds_stages;
-        ptx::mbarrier_wait(shared.ds_full(stage),
-                           static_cast<std::uint32_t>(count / C.ds_stages) & 1U);
+        if (box == 0) {
+          ptx::mbarrier_wait(shared.ds_full(stage),
+                             static_cast<std::uint32_t>(count / C.ds_stages) & 1U);
+        }
         const std::uint64_t a = desc_ds + static_cast<std::uint64_t>(stage * (C.ds_bytes() / 16));
         const std::uint64_t b =
             desc_k + static_cast<std::uint64_t>(box * (KTile::kBoxBytes / 16) + x * 1024);
@@ -311,6 +312,12 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           tile::gemm_mn_major<64, kKeys, T, tile::Start::kAccumulate, DsTile, KTile>(dq, a, b);
         }
         ptx::wgmma_commit();
+        if (box == 0 && x == 0) {  // under the first product
+          if (loads && step + kAhead <= tile.num_steps) {
+            loader.load_step(step + kAhead);
+          }
+          __syncwarp();
+        }
         ptx::wgmma_wait<0>();
         ptx::pin(dq);
         if (box == C.head_dim / 64 - 1 && lane == 0) {
@@ -452,8 +459,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   const std::uint32_t lse = shared.lse(0) + static_cast<std::uint32_t>(lane % 4 * 8);
   constexpr std::uint32_t kDelta = C.delta_offset() - C.lse_offset();
   const std::uint32_t ds_row =
-      shared.ds(0) + static_cast<std::uint32_t>(DsTile::offset(
-                         consumer * 64 + warp * 16 + lane % 16, lane / 16 * 8));
+      shared.ds(0) + static_cast<std::uint32_t>(
+                         DsTile::offset(consumer * 64 + warp * 16 + lane % 16, lane / 16 * 8));
 
   float dk[kBlocks][kD / 2];
   float dv[kBlocks][kD / 2];
@@ -525,9 +532,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     const int index = 2 * x + consumer;
     // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
-    for (int r = static_cast<unsigned>(m - full_begin[x]) >= static_cast<unsigned>(full_count[x]); r > 0; --r) {
-      mask_s(s, tile, 64 * index + warp * 16 + lane / 4, m * kBlockM + lane % 4 * 2,
-             hidden);
+    for (int r = static_cast<unsigned>(m - full_begin[x]) >= static_cast<unsigned>(full_count[x]);
+         r > 0; --r) {
+      mask_s(s, tile, 64 * index + warp * 16 + lane / 4, m * kBlockM + lane % 4 * 2, hidden);
     }
     // (2)
 #pragma unroll
@@ -544,8 +551,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
           const float t1 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s1 * a));
           const float p0 = ptx::exp2_approx(fmaf(t0, scale_log2, rows[j].x));
           const float p1 = ptx::exp2_approx(fmaf(t1, scale_log2, rows[j].y));
-          rp[2 * j + half] =
-              ptx::pack<T>(s0 == hidden ? 0.0F : p0, s1 == hidden ? 0.0F : p1);
+          rp[2 * j + half] = ptx::pack<T>(s0 == hidden ? 0.0F : p0, s1 == hidden ? 0.0F : p1);
           rds[2 * j + half] = ptx::pack<T>(1.0F - t0 * t0, 1.0F - t1 * t1);
         } else {
           rp[2 * j + half] = ptx::pack<T>(ptx::exp2_approx(fmaf(s0, scale_log2, rows[j].x)),
@@ -608,8 +614,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         ds_row + static_cast<std::uint32_t>(ds_ring.stage * C.ds_bytes());
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k],
-                        rds[4 * k + 1], rds[4 * k + 2], rds[4 * k + 3]);
+      ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
+                        rds[4 * k + 2], rds[4 * k + 3]);
     }
     if constexpr (x == kBlocks - 1) {
       ptx::mbarrier_wait(shared.q_full(next.stage), next.parity);
@@ -666,8 +672,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   for (int x = 0; x < kBlocks; ++x) {
     const int key = 128 * x + 64 * consumer;
     if (p.dv) {
-      store_gradient<C, T>(dv[x], 1.0F, p.dv, tile, key, static_cast<int>(p.head_dim_v),
-                           shared.v(), consumer, thread);
+      store_gradient<C, T>(dv[x], 1.0F, p.dv, tile, key, static_cast<int>(p.head_dim_v), shared.v(),
+                           consumer, thread);
     }
     if (p.dk) {
       store_gradient<C, T>(dk[x], p.scale, p.dk, tile, key, static_cast<int>(p.head_dim),
@@ -692,8 +698,9 @@ __device__ __forceinline__ void store_zeros(const Tensor& out, const KeyTile& ti
 }
 
 template <BwdVariant kVariant, class T>
-__global__ __launch_bounds__(BwdConfig::kThreads, 1) void bwd_main(
-    const __grid_constant__ BwdMaps maps, const __grid_constant__ BwdParams p) {
+__global__ __launch_bounds__(BwdConfig::kThreads,
+                             1) void bwd_main(const __grid_constant__ BwdMaps maps,
+                                              const __grid_constant__ BwdParams p) {
   constexpr BwdConfig C = kBwdConfigs[static_cast<int>(kVariant)];
   static_assert(C.valid(), "tiles, stages and registers must fit an SM");
   static_assert(sizeof(KeyTile) <= BwdConfig::kInfoBytes, "KeyTile outgrew its place");

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, pass 3 of 3: dq = scale * accumulator, from fragment order (tile/fragment.hpp) to the
-// caller's layout and dtype, rounded once. Rows that no key reached, also those outside every sequence,
-// were zeroed by prepare and so become 0. And the sum of the sinks' gradients over all query blocks.
+// caller's layout and dtype, rounded once. Rows that no key reached, also those outside every
+// sequence, were zeroed by prepare and so become 0. And the sum of the sinks' gradients over all
+// query blocks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -82,9 +83,9 @@ __global__ __launch_bounds__(kFinishThreads) void bwd_finish(
       const int column = i % (kHeadDim / 8) * 8;
       const std::int64_t row = row_begin + half * 32 + r;
       if (row < sequence.q.end && column < p.head_dim) {
-        store_8<Out>(static_cast<Out*>(p.dq.data) +
-                         p.dq.offset(sequence.batch_index, row, head) + column,
-                     &rows[r][column], static_cast<int>(p.head_dim) - column, wide);
+        store_8<Out>(
+            static_cast<Out*>(p.dq.data) + p.dq.offset(sequence.batch_index, row, head) + column,
+            &rows[r][column], static_cast<int>(p.head_dim) - column, wide);
       }
     }
     __syncthreads();
@@ -94,7 +95,8 @@ __global__ __launch_bounds__(kFinishThreads) void bwd_finish(
 inline constexpr int kSinksThreads = 256;
 
 // One CTA per query head, always in the same order.
-__global__ __launch_bounds__(kSinksThreads) void bwd_sinks(const __grid_constant__ BwdSinksParams p) {
+__global__ __launch_bounds__(kSinksThreads) void bwd_sinks(
+    const __grid_constant__ BwdSinksParams p) {
   __shared__ double partial[kSinksThreads];
   const float* values = p.dsink_partial + blockIdx.x * p.num_blocks;
   double sum = 0;

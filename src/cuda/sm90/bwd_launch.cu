@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements bwd_launch.hpp: picks the variant, cuts the workspace, fills the parameters and launches
-// prepare, main and finish, chained by programmatic dependent launch.
-#include "cuda/sm90/bwd_launch.hpp"
-
+// Implements bwd_launch.hpp: picks the variant, cuts the workspace, fills the parameters and
+// launches prepare, main and finish, chained by programmatic dependent launch.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -11,6 +9,7 @@
 #include "cuda/common/tensor_map.hpp"
 #include "cuda/sm90/bwd.cuh"
 #include "cuda/sm90/bwd_finish.cuh"
+#include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 
 namespace flashgrad::sm90 {
@@ -64,10 +63,9 @@ Layout make_layout(const Problem& p, const BwdConfig& config) {
 // Units (key heads) whose q, dout and dq stay in the L2 together. H200, causal: 32 MB of its 60 MB
 // measure best at 4k and 16k.
 std::int64_t section_size(const Problem& p, int l2_bytes) {
-  const std::int64_t unit_bytes =
-      p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
-  return std::max<std::int64_t>(1, l2_bytes * std::int64_t{8} / 15 /
-                                       std::max<std::int64_t>(1, unit_bytes));
+  const std::int64_t unit_bytes = p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
+  return std::max<std::int64_t>(
+      1, l2_bytes * std::int64_t{8} / 15 / std::max<std::int64_t>(1, unit_bytes));
 }
 
 template <BwdVariant kVariant, class T>
@@ -122,8 +120,8 @@ Status run(const Problem& p, const Args& args) {
   const Layout layout = make_layout(p, config);
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
-  const auto start = (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) /
-                     kAlignment * kAlignment;
+  const auto start =
+      (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
   const auto at = [start](std::size_t offset) { return reinterpret_cast<float*>(start + offset); };
 
   const Sequences sequences = make_sequences(p, args);
@@ -176,8 +174,8 @@ Status run(const Problem& p, const Args& args) {
     constexpr double kLog2E = 1.4426950408889634;
     params.scale = static_cast<float>(p.scale);
     // Not 0, so that a masked logit of infinity stays one.
-    params.scale_log2 = p.scale == 0 ? std::numeric_limits<float>::min()
-                                     : static_cast<float>(p.scale * kLog2E);
+    params.scale_log2 =
+        p.scale == 0 ? std::numeric_limits<float>::min() : static_cast<float>(p.scale * kLog2E);
     if (p.softcap > 0) {
       params.scale_log2 = static_cast<float>(p.softcap * kLog2E);
       params.scale_softcap = static_cast<float>(p.scale / p.softcap);
@@ -203,10 +201,9 @@ Status run(const Problem& p, const Args& args) {
                                  .scale = static_cast<float>(p.scale)};
     const cuda::LaunchShape shape{
         .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
-    FG_RETURN_IF_ERROR(
-        p.dq_dtype == DType::kF32
-            ? launch_finish<float>(config.head_dim, shape, args.stream, finish)
-            : launch_finish<T>(config.head_dim, shape, args.stream, finish));
+    FG_RETURN_IF_ERROR(p.dq_dtype == DType::kF32
+                           ? launch_finish<float>(config.head_dim, shape, args.stream, finish)
+                           : launch_finish<T>(config.head_dim, shape, args.stream, finish));
   }
   if (p.wants_dsinks) {
     const BwdSinksParams sinks{.num_blocks = layout.num_q_blocks,

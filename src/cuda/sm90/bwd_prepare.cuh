@@ -4,8 +4,8 @@
 //   (2) neg_lse_log2_i = -lse_i * log2(e), neg_delta_i = dlse_i - delta_i
 //   (3) dsink_h += exp(sink_h - lse_i) * (dlse_i - delta_i), here summed over a block of 64 rows
 // and the block's dq accumulators are zeroed. Rows that see nothing, and rows with an infinite lse,
-// get -inf and 0 and their out and dout are not read; a block with such a row is marked, so that the
-// main kernel keeps its NaN away from the others.
+// get -inf and 0 and their out and dout are not read; a block with such a row is marked, so that
+// the main kernel keeps its NaN away from the others.
 //
 // One CTA per (query block, head): 16 lanes read a row, 16 bytes each where strides allow it.
 #pragma once
@@ -81,7 +81,8 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
   const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
   float dsink = 0;
   bool unreadable = false;
-  // The loads of four rows are issued together: first what decides whether a row is read, then the row.
+  // The loads of four rows are issued together: first what decides whether a row is read, then the
+  // row.
   constexpr int kRows = kBlockM * 16 / kPrepareThreads;
   float lse[kRows];
   float dlse[kRows];
@@ -90,7 +91,8 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
   const std::int64_t b = sequence.batch_index;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const std::int64_t row = row_begin + static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
+    const std::int64_t row =
+        row_begin + static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
     const std::int64_t tensor_row = sequence.q.begin + row;
     const bool exists = row < sequence.band.seqlen_q;
     lse[i] = exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, tensor_row, head)]
@@ -108,10 +110,10 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
       const std::int64_t tensor_row = sequence.q.begin + row_begin +
                                       static_cast<int>(threadIdx.x) / 16 +
                                       i * (kPrepareThreads / 16);
-      delta[i] = partial_dot<T>(
-          static_cast<const T*>(p.out.data) + p.out.offset(b, tensor_row, head),
-          static_cast<const T*>(p.dout.data) + p.dout.offset(b, tensor_row, head),
-          p.dout.dim_stride, p.head_dim_v, lane, wide);
+      delta[i] =
+          partial_dot<T>(static_cast<const T*>(p.out.data) + p.out.offset(b, tensor_row, head),
+                         static_cast<const T*>(p.dout.data) + p.dout.offset(b, tensor_row, head),
+                         p.dout.dim_stride, p.head_dim_v, lane, wide);
     }
   }
 #pragma unroll

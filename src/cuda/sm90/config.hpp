@@ -44,9 +44,7 @@ struct BwdConfig {
   constexpr int info_offset() const { return barrier_offset() + 8 * num_barriers(); }
   static constexpr int kInfoBytes = 256;
   // Dynamic shared memory starts at a multiple of 16; the tiles are aligned by hand.
-  constexpr int shared_bytes() const {
-    return info_offset() + kInfoBytes + tile::kTileAlignment;
-  }
+  constexpr int shared_bytes() const { return info_offset() + kInfoBytes + tile::kTileAlignment; }
 
   constexpr bool valid() const {
     return head_dim % 64 == 0 && shared_bytes() <= 227 * 1024 &&

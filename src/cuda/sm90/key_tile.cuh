@@ -12,8 +12,8 @@ namespace flashgrad::sm90 {
 
 // Kept in shared memory; 32 bits suffice because supports() refuses 2^30 rows and more.
 struct KeyTile {
-  int num_steps;      // query blocks times query heads of the group
-  int m_begin;        // query blocks, walked from m_end - 1 down
+  int num_steps;  // query blocks times query heads of the group
+  int m_begin;    // query blocks, walked from m_end - 1 down
   int m_end;
   int head_kv;
   int batch_index;
@@ -23,9 +23,10 @@ struct KeyTile {
   int rows_to_write;  // rows of dk and dv that this tile writes
   int live_begin;     // keys of the tile that some query sees; the others are not to be read
   int live_end;
-  int has_dead_keys;  // 1 if a key that is not live exists in the tensors
-  int landing_parity; // of the loader's own barrier
-  // The band, relative to the tile: query i sees key j of the tile iff i + lo <= j <= i + hi, j < keys_end.
+  int has_dead_keys;   // 1 if a key that is not live exists in the tensors
+  int landing_parity;  // of the loader's own barrier
+  // The band, relative to the tile: query i sees key j of the tile iff i + lo <= j <= i + hi, j <
+  // keys_end.
   int lo;
   int hi;
   int keys_end;
@@ -45,9 +46,8 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t index) {
   const std::int64_t per_section = p.section * p.num_kv_blocks;
   const std::int64_t section = index / per_section;
   const std::int64_t in_section = index % per_section;
-  const std::int64_t units = p.num_units - section * p.section < p.section
-                                 ? p.num_units - section * p.section
-                                 : p.section;
+  const std::int64_t units =
+      p.num_units - section * p.section < p.section ? p.num_units - section * p.section : p.section;
   const std::int64_t unit = section * p.section + in_section % units;
   const Sequences& s = p.sequences;
   std::int64_t block = in_section / units;
@@ -70,8 +70,7 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t index) {
   tile.head_kv = static_cast<int>(unit % p.heads_kv);
   tile.batch_index = static_cast<int>(sequence.batch_index);
   tile.q_row = static_cast<int>(sequence.q.begin);
-  tile.q_block =
-      static_cast<int>(first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM));
+  tile.q_block = static_cast<int>(first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM));
   tile.kv_row = static_cast<int>(sequence.kv.begin + begin);
   tile.rows_to_write =
       static_cast<int>(clamp_to(sequence.kv.end - sequence.kv.begin - begin, 0, kBlockN));
@@ -88,8 +87,8 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t index) {
     const Range full = band.q_range_full(begin + 64 * i, begin + 64 * i + 64);
     tile.full_begin[i] = static_cast<int>((full.begin + kBlockM - 1) / kBlockM);
     // A last, partial block has no rows beyond: their lse is -inf.
-    tile.full_end[i] = static_cast<int>(full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM
-                                                                  : full.end / kBlockM);
+    tile.full_end[i] = static_cast<int>(
+        full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM : full.end / kBlockM);
   }
   return tile;
 }

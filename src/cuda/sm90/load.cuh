@@ -17,11 +17,12 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, std::uint32_
                : "memory");
 }
 
-// Writes `kRows` x `kColumns` elements to the swizzled tile at `destination`: row r of `tensor` from
-// (batch, row + r, head), zero where !keep(r) or past `columns`. 16-bit elements, any strides.
+// Writes `kRows` x `kColumns` elements to the swizzled tile at `destination`: row r of `tensor`
+// from (batch, row + r, head), zero where !keep(r) or past `columns`. 16-bit elements, any strides.
 template <int kRows, int kColumns, class Keep>
-__device__ __forceinline__ void load_tile(std::uint32_t destination, const Tensor& tensor, int batch,
-                                          int row, int head, int columns, int lane, Keep&& keep) {
+__device__ __forceinline__ void load_tile(std::uint32_t destination, const Tensor& tensor,
+                                          int batch, int row, int head, int columns, int lane,
+                                          Keep&& keep) {
   using Tile = tile::SwizzledTile<kRows>;
   const auto* base = static_cast<const std::uint16_t*>(tensor.data);
 #pragma unroll 1
@@ -53,9 +54,9 @@ __device__ __forceinline__ void clear_rows(std::uint32_t destination, int lane, 
   for (int i = lane; i < kRows * (kColumns / 8); i += 32) {
     const int r = i / (kColumns / 8);
     if (!keep(r)) {
-      store_shared(destination +
-                       static_cast<std::uint32_t>(Tile::offset(r, i % (kColumns / 8) * 8)),
-                   0, 0, 0, 0);
+      store_shared(
+          destination + static_cast<std::uint32_t>(Tile::offset(r, i % (kColumns / 8) * 8)), 0, 0,
+          0, 0);
     }
   }
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a tile index to a sequence, on the device: nothing about a packed batch is copied to the host.
+// From a tile index to a sequence, on the device: nothing about a packed batch is copied to the
+// host.
 //
-// The rows of a tensor are cut into spans that cover all of them once. Fixed length: span b is batch
-// entry b. Packed: span 0 holds the rows before the first offset, span b + 1 sequence b with its unused
-// rows, the last span the rows past the last offset; the first and the last belong to no sequence.
-// Blocks of kBlock rows are numbered through all spans with gaps, so that no prefix sum is needed:
-// span s begins at block floor(begin / kBlock) + s. `num_blocks` bounds the numbers.
+// The rows of a tensor are cut into spans that cover all of them once. Fixed length: span b is
+// batch entry b. Packed: span 0 holds the rows before the first offset, span b + 1 sequence b with
+// its unused rows, the last span the rows past the last offset; the first and the last belong to no
+// sequence. Blocks of kBlock rows are numbered through all spans with gaps, so that no prefix sum
+// is needed: span s begins at block floor(begin / kBlock) + s. `num_blocks` bounds the numbers.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Backend struct of sm90: what both passes need of the machine and the problem, and the way to them.
+// The Backend struct of sm90: what both passes need of the machine and the problem, and the way to
+// them.
 #include "cuda/sm90/sm90_backend.hpp"
 
 #include "cuda/common/device.hpp"
@@ -21,7 +22,8 @@ std::string describe_machine() {
       hopper += (hopper.empty() ? "device " : ", ") + std::to_string(i);
     }
   }
-  return hopper.empty() ? "no device of compute capability 9.0" : hopper + ", compute capability 9.0";
+  return hopper.empty() ? "no device of compute capability 9.0"
+                        : hopper + ", compute capability 9.0";
 }
 
 const char* detail() {
