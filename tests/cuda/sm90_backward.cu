@@ -760,6 +760,11 @@ std::vector<Case> cases() {
   add("big logits f16", problem(kH, 2, 300, 300, 2, 2, 64, 64), kCausal,
       [](Case& c) { c.logit_scale = 4; });
   add("d128 full 2048", problem(kB, 1, 2048, 2048, 4, 4, 128, 128), kFull);
+  // Long enough for clusters.
+  add("causal 8200x8301", problem(kB, 1, 8200, 8301, 2, 1, 128, 128), kCausal);
+  add("left 3000, 8200x8301", problem(kB, 1, 8200, 8301, 1, 1, 128, 128),
+      BandMask{3000, kUnbounded, Alignment::kBottomRight});
+  add("causal 8301x8200", problem(kH, 1, 8301, 8200, 1, 1, 128, 128), kCausal);
   add("d256", problem(kB, 1, 300, 300, 4, 2, 256, 256), kCausal);
   add("d192, dv 128", problem(kB, 1, 300, 300, 4, 2, 192, 128), kCausal);
   return list;

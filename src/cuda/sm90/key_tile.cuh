@@ -23,8 +23,10 @@ struct KeyTile {
   int rows_to_write;  // rows of dk and dv that this tile writes
   int live_begin;     // keys of the tile that some query sees; the others are not to be read
   int live_end;
-  int has_dead_keys;   // 1 if a key that is not live exists in the tensors
-  int landing_parity;  // of the loader's own barrier
+  int has_dead_keys;    // 1 if a key that is not live exists in the tensors
+  int peer_live_begin;  // the same of the cluster's other tile
+  int peer_live_end;
+  int landing_parity[3];  // of the loader's own barriers
   // The band, relative to the tile: query i sees key j of the tile iff i + lo <= j <= i + hi, j <
   // keys_end.
   int lo;
@@ -41,8 +43,14 @@ constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t h
 
 // Tiles are launched in sections of units, in each by ascending key block: for causal masks the
 // longest come first, and the live q, dout and dq of a section fit the L2.
-template <int kBlockN>
-FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t index) {
+//
+// A cluster of kCluster CTAs takes neighbouring tiles and walks the query blocks that any of them
+// needs.
+template <int kBlockN, int kCluster>
+FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
+  constexpr int kClusterN = kBlockN * kCluster;
+  const std::int64_t index = cta / kCluster;
+  const std::int64_t rank = cta % kCluster;
   const std::int64_t per_section = p.section * p.num_kv_blocks;
   const std::int64_t section = index / per_section;
   const std::int64_t in_section = index % per_section;
@@ -53,15 +61,16 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t index) {
   std::int64_t block = in_section / units;
   std::int64_t span = unit / p.heads_kv;  // the batch entry, unless packed
   if (s.packed()) {
-    span = span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, kBlockN);
-    block -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, kBlockN);
+    span = span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, kClusterN);
+    block -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, kClusterN);
   }
   const SequenceSpan sequence = sequence_span(s, span);
   const Band& band = sequence.band;
-  const std::int64_t begin = block * kBlockN;
+  const std::int64_t cluster_begin = block * kClusterN;
+  const std::int64_t begin = cluster_begin + rank * kBlockN;
 
   KeyTile tile{};
-  const Range rows = band.q_range(begin, begin + kBlockN);
+  const Range rows = band.q_range(cluster_begin, cluster_begin + kClusterN);
   if (!rows.empty()) {
     tile.m_begin = static_cast<int>(rows.begin / kBlockM);
     tile.m_end = static_cast<int>((rows.end + kBlockM - 1) / kBlockM);
@@ -75,10 +84,19 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t index) {
   tile.rows_to_write =
       static_cast<int>(clamp_to(sequence.kv.end - sequence.kv.begin - begin, 0, kBlockN));
   const Range live = band.kv_range(0, band.seqlen_q);
-  tile.live_begin = static_cast<int>(clamp_to(live.begin - begin, 0, kBlockN));
-  tile.live_end = static_cast<int>(clamp_to(live.end - begin, 0, kBlockN));
-  const std::int64_t existing = clamp_to(s.rows_kv - tile.kv_row, 0, kBlockN);
-  tile.has_dead_keys = tile.live_begin > 0 || tile.live_end < existing ? 1 : 0;
+  const auto has_dead_keys = [&](std::int64_t tile_begin, int* live_begin, int* live_end) {
+    *live_begin = static_cast<int>(clamp_to(live.begin - tile_begin, 0, kBlockN));
+    *live_end = static_cast<int>(clamp_to(live.end - tile_begin, 0, kBlockN));
+    const std::int64_t existing = clamp_to(s.rows_kv - sequence.kv.begin - tile_begin, 0, kBlockN);
+    return *live_begin > 0 || *live_end < existing;
+  };
+  tile.has_dead_keys = has_dead_keys(begin, &tile.live_begin, &tile.live_end) ? 1 : 0;
+  if (kCluster == 2) {
+    tile.has_dead_keys |= has_dead_keys(cluster_begin + (1 - rank) * kBlockN, &tile.peer_live_begin,
+                                        &tile.peer_live_end)
+                              ? 1
+                              : 0;
+  }
   constexpr std::int64_t kFar = std::int64_t{1} << 30;
   tile.lo = static_cast<int>(clamp_to(band.lo - begin, -kFar, kFar));
   tile.hi = static_cast<int>(clamp_to(band.hi - begin, -kFar, kFar));

@@ -21,8 +21,8 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, std::uint32_
 // from (batch, row + r, head), zero where !keep(r) or past `columns`. 16-bit elements, any strides.
 template <int kRows, int kColumns, class Keep>
 __device__ __forceinline__ void load_tile(std::uint32_t destination, const Tensor& tensor,
-                                          int batch, int row, int head, int columns, int lane,
-                                          Keep&& keep) {
+                                          int batch, int row, int head, int first_column,
+                                          int columns, int lane, Keep&& keep) {
   using Tile = tile::SwizzledTile<kRows>;
   const auto* base = static_cast<const std::uint16_t*>(tensor.data);
 #pragma unroll 1
@@ -32,10 +32,10 @@ __device__ __forceinline__ void load_tile(std::uint32_t destination, const Tenso
     std::uint32_t values[4] = {0, 0, 0, 0};
     if (base != nullptr && keep(r)) {
       const std::uint16_t* source =
-          base + tensor.offset(batch, row + r, head) + column * tensor.dim_stride;
+          base + tensor.offset(batch, row + r, head) + (first_column + column) * tensor.dim_stride;
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
-        if (column + c < columns) {
+        if (first_column + column + c < columns) {
           values[c / 2] |= static_cast<std::uint32_t>(*source) << (c % 2 * 16);
         }
         source += tensor.dim_stride;
