@@ -31,6 +31,14 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// threadIdx.x, read where it is used: keeping it in a register may cost a spill in roles that have
+// few.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // PTX ISA, "elect.sync": true in one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   std::uint32_t elected;

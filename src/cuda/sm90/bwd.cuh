@@ -70,9 +70,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
       (start + tile::kTileAlignment - 1) / tile::kTileAlignment * tile::kTileAlignment;
   const BwdShared<C> shared{base};
   KeyTile& tile = *reinterpret_cast<KeyTile*>(dynamic_shared + (base - start) + C.info_offset());
-  const int thread = static_cast<int>(threadIdx.x) % 128;
   const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
-  const int warp = __shfl_sync(0xffffffffU, thread / 32, 0);
   if (threadIdx.x == 0) {
     shared.init_barriers();
   } else if (threadIdx.x == 128) {
@@ -95,11 +93,11 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   if (warpgroup == 0) {
     ptx::registers_decrease<C.dq_registers>();
     const int rank = C.cluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
-    bwd_dq_role<C, T>(p, maps, tile, shared, rank, warp, thread % 32);
+    bwd_dq_role<C, T>(p, maps, tile, shared, rank);
   } else {
     ptx::registers_increase<C.consumer_registers>();
     const int consumer = __shfl_sync(0xffffffffU, warpgroup - 1, 0);
-    bwd_consumer_role<C, T>(p, tile, shared, consumer, warp * 32 + thread % 32);
+    bwd_consumer_role<C, T>(p, tile, shared, consumer);
   }
   if constexpr (C.cluster == 2) {
     __syncwarp();

@@ -103,8 +103,7 @@ __device__ __forceinline__ void store_gradient(float (&d)[C.head_dim / 2], float
 
 template <BwdConfig C, class T>
 __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyTile& tile,
-                                                  const BwdShared<C>& shared, int consumer,
-                                                  int thread) {
+                                                  const BwdShared<C>& shared, int consumer) {
   constexpr int kD = C.head_dim;
   constexpr int kBlocks = C.key_blocks;
   // Loading delta before dP is there needs registers that f16's conversions or softcap take.
@@ -113,8 +112,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   using QTile = tile::SwizzledTile<kBlockM>;
   using KTile = tile::SwizzledTile<C.block_n()>;
   using DsTile = tile::SwizzledTile<BwdConfig::kKeysPerDs>;
-  const int lane = thread % 32;
-  const int warp = thread / 32;
+  const int lane = ptx::thread_index() % 32;
+  const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32 % 4, 0);
+  const int thread = warp * 32 + lane;
 
   // Key block x of this consumer begins at key 128 * x + 64 * consumer of the tile.
   const std::uint32_t own_rows = static_cast<std::uint32_t>(consumer * 64 * tile::kBoxRowBytes);

@@ -21,13 +21,17 @@ __device__ __forceinline__ void add_dq(float* accumulator, const float (&dq)[32]
 template <BwdConfig C, class T>
 __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& maps,
                                             KeyTile& shared_tile, const BwdShared<C>& shared,
-                                            int rank, int warp, int lane) {
+                                            int rank) {
   using KTile = tile::SwizzledTile<C.block_n()>;
   using DsTile = tile::SwizzledTile<BwdConfig::kKeysPerDs>;
   using tile::Start;
   constexpr int kKeys = BwdConfig::kKeysPerDs;
   constexpr int kAhead = 2;
   constexpr int kNumBoxes = C.head_dim / 64;
+  // From the thread's index afresh: a value that the kernel shares among roles may be spilled, and
+  // a reload in the loop waits behind the additions to global memory (H200: 5 % of the time).
+  const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0);
+  const int lane = ptx::thread_index() % 32;
   const bool loads = warp == 0;
   // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
   const KeyTile tile = shared_tile;
