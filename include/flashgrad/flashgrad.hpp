@@ -3,12 +3,19 @@
 /// @brief Header-only C++20 over flashgrad.h: exceptions, tensor views, a workspace that frees
 /// itself.
 ///
-///     std::vector<float> q(...), k(...), v(...), out(...), lse(...);
-///     flashgrad::TensorView tq(q.data(), {batch, seqlen, heads, head_dim});  // k, v, out, lse
-///     likewise flashgrad::Tensors t; t.q = tq; t.k = tk; t.v = tv; t.out = tout; t.lse = tlse;
-///     flashgrad::forward(t, flashgrad::Options{}.causal());
+/// @code
+/// std::vector<float> q(batch * seqlen * heads * head_dim);  // likewise k, v, out, lse
+/// flashgrad::TensorView tq(q.data(), {batch, seqlen, heads, head_dim});
+/// flashgrad::Tensors t;
+/// t.q = tq;  // likewise k, v, out, lse
+/// flashgrad::forward(t, flashgrad::Options{}.causal());
+/// @endcode
 #ifndef FLASHGRAD_FLASHGRAD_HPP_
 #define FLASHGRAD_FLASHGRAD_HPP_
+
+#if __cplusplus < 202002L
+#error "flashgrad.hpp needs C++20; flashgrad.h does with any C++"
+#endif
 
 #include <array>
 #include <cstddef>
@@ -28,7 +35,10 @@ namespace flashgrad {
 /// what is wanted.
 class Error : public std::runtime_error {
  public:
+  /// @param code    Not FG_OK.
+  /// @param message What was given and what is wanted.
   Error(fg_status code, const std::string& message) : std::runtime_error(message), code_(code) {}
+  /// The fg_status of the call.
   [[nodiscard]] fg_status code() const noexcept { return code_; }
 
  private:
@@ -42,12 +52,12 @@ inline void check(fg_status status) {
   }
 }
 
-inline constexpr DLDataType kFloat64{kDLFloat, 64, 1};
-inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};
-inline constexpr DLDataType kFloat16{kDLFloat, 16, 1};
-inline constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
-inline constexpr DLDataType kInt32{kDLInt, 32, 1};
-inline constexpr DLDataType kInt64{kDLInt, 64, 1};
+inline constexpr DLDataType kFloat64{kDLFloat, 64, 1};    ///< f64, on the reference backend.
+inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};    ///< f32.
+inline constexpr DLDataType kFloat16{kDLFloat, 16, 1};    ///< f16.
+inline constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};  ///< bf16.
+inline constexpr DLDataType kInt32{kDLInt, 32, 1};        ///< i32: cu_seqlens, seqused.
+inline constexpr DLDataType kInt64{kDLInt, 64, 1};        ///< i64: q_offset.
 
 /// A DLTensor over memory that somebody else owns, with shape and strides of its own. Converts to
 /// `const DLTensor*`.
@@ -57,6 +67,7 @@ class TensorView {
   /// @param dtype   For bf16 and f16 pass the 16-bit patterns with kBFloat16 or kFloat16.
   /// @param shape   Up to four sizes.
   /// @param strides In elements; empty: compact, last dimension fastest.
+  /// @param device  Where `data` lies.
   TensorView(void* data, DLDataType dtype, std::initializer_list<std::int64_t> shape,
              std::initializer_list<std::int64_t> strides = {}, DLDevice device = {kDLCPU, 0}) {
     if (shape.size() > shape_.size() || (strides.size() != 0 && strides.size() != shape.size())) {
@@ -78,17 +89,22 @@ class TensorView {
     has_strides_ = strides.size() != 0;
     point();
   }
+  /// Host memory of f32.
   TensorView(float* data, std::initializer_list<std::int64_t> shape,
              std::initializer_list<std::int64_t> strides = {})
       : TensorView(data, kFloat32, shape, strides) {}
+  /// Host memory of f64.
   TensorView(double* data, std::initializer_list<std::int64_t> shape,
              std::initializer_list<std::int64_t> strides = {})
       : TensorView(data, kFloat64, shape, strides) {}
+  /// Host memory of i32: cu_seqlens, seqused.
   TensorView(std::int32_t* data, std::initializer_list<std::int64_t> shape)
       : TensorView(data, kInt32, shape) {}
+  /// Host memory of i64: q_offset.
   TensorView(std::int64_t* data, std::initializer_list<std::int64_t> shape)
       : TensorView(data, kInt64, shape) {}
 
+  /// A copy views the same memory and has shape and strides of its own.
   TensorView(const TensorView& other) noexcept
       : tensor_(other.tensor_),
         shape_(other.shape_),
@@ -96,6 +112,7 @@ class TensorView {
         has_strides_(other.has_strides_) {
     point();
   }
+  /// As the copy constructor.
   TensorView& operator=(const TensorView& other) noexcept {
     tensor_ = other.tensor_;
     shape_ = other.shape_;
@@ -107,9 +124,7 @@ class TensorView {
   ~TensorView() = default;
 
   /// The view must outlive the call that reads this pointer.
-  operator const DLTensor*() const& noexcept {
-    return &tensor_;
-  }  // NOLINT(google-explicit-constructor)
+  operator const DLTensor*() const& noexcept { return &tensor_; }
   operator const DLTensor*() const&& = delete;
 
  private:
@@ -149,10 +164,11 @@ struct Options : fg_options {
 
 /// How much workspace a call needs.
 struct WorkspaceBytes {
-  std::size_t minimum = 0;
-  std::size_t preferred = 0;
+  std::size_t minimum = 0;    ///< With less, the call is refused.
+  std::size_t preferred = 0;  ///< More brings nothing.
 };
 
+/// Asks how much workspace a call needs. Reads no data. Throws Error. See fg_workspace_size.
 inline WorkspaceBytes workspace_bytes(fg_pass pass, const Tensors& tensors,
                                       const Options& options = {}) {
   WorkspaceBytes bytes;
@@ -210,6 +226,7 @@ inline void forward(const Tensors& tensors, const Options& options = {}) {
   forward(tensors, options, workspace);
 }
 
+/// The same with a workspace for this one call.
 inline void backward(const Tensors& tensors, const Options& options = {}) {
   Workspace workspace;
   backward(tensors, options, workspace);

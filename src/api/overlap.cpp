@@ -54,11 +54,12 @@ class Equation {
     if (target == 0) {
       return Overlap::kShared;
     }
-    if (k == size_ || target < 0 || target > reach_[k] || target % gcd_[k] != 0) {
-      return Overlap::kNone;
-    }
+    // Counted first: a long run of candidates that the divisor rules out takes time, too.
     if (++steps_ > kMaxSteps) {
       return Overlap::kUndecided;
+    }
+    if (k == size_ || target < 0 || target > reach_[k] || target % gcd_[k] != 0) {
+      return Overlap::kNone;
     }
     const std::int64_t c = terms_[k].coefficient;
     const std::int64_t high = std::min(terms_[k].bound, target / c);
@@ -108,7 +109,8 @@ Overlap overlap(const ByteLattice& a, const ByteLattice& b) {
   const auto distance = static_cast<std::int64_t>(b.base - a.base);
   const Hull ha = hull(a);
   const Hull hb = hull(b);
-  if (distance + hb.low >= ha.high || distance + hb.high <= ha.low) {
+  // The hulls are small (kMaxSpanBytes in validate.cpp); bases may be anything.
+  if (distance >= ha.high - hb.low || distance <= ha.low - hb.high) {
     return Overlap::kNone;
   }
   // a's byte = b's byte: sum a_k i_k - sum b_k j_k + (byte in a's element) - (byte in b's element)

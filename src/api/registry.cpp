@@ -3,12 +3,14 @@
 #include <array>
 
 #include "core/backend.hpp"
+#include "cpu/cpu_backend.hpp"
 #include "reference/reference_backend.hpp"
 
 namespace flashgrad {
 
 std::span<const Backend* const> backends() {
   static constexpr std::array kBackends = {
+      &cpu_backend,
       &reference_backend,
   };
   return kBackends;

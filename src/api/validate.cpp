@@ -18,7 +18,6 @@
 namespace flashgrad {
 namespace {
 
-constexpr std::int64_t kMaxHeadDim = 256;
 constexpr int kMaxThreads = 4096;
 // No tensor spans more bytes, and none has more elements: sums and products of two such numbers'
 // parts stay in 64 bits.
@@ -34,7 +33,8 @@ Status copy_versioned(const T* from, const char* what, T init, T* to) {
   }
   std::size_t size = 0;
   std::memcpy(&size, from, sizeof(size));
-  if (size < 2 * sizeof(std::size_t) || size > 4096) {
+  // No version of a struct ends inside a field, so half of a pointer can't be taken for one.
+  if (size < 2 * sizeof(std::size_t) || size > 4096 || size % alignof(T) != 0) {
     return invalid(std::string(what) + ": struct_size " + std::to_string(size) + ", want " +
                    std::to_string(sizeof(T)) + " (initialise with the FG_..._INIT macro)");
   }
@@ -340,11 +340,12 @@ class Validator {
                        (want.zero_stride_ok ? " or 0" : ""));
       }
       std::int64_t extent = 0;
-      if (__builtin_mul_overflow(elements, std::max<std::int64_t>(n, 1), &elements) ||
+      const bool overflows =
+          __builtin_mul_overflow(elements, std::max<std::int64_t>(n, 1), &elements) ||
           elements > kMaxSpanBytes ||
           __builtin_mul_overflow(std::max<std::int64_t>(n - 1, 0), s, &extent) ||
-          std::abs(extent) > kMaxSpanBytes / width ||
-          (span += std::abs(extent) * width) > kMaxSpanBytes) {
+          extent > kMaxSpanBytes / width || extent < -kMaxSpanBytes / width;
+      if (overflows || (span += std::abs(extent) * width) > kMaxSpanBytes) {
         return invalid(name + ": shape " + shape_text(t.shape, t.ndim) +
                        " with these strides spans more than 2^59 bytes");
       }
@@ -366,13 +367,13 @@ class Validator {
         return invalid(name + ": null data, but its shape is " + shape_text(t.shape, t.ndim));
       }
       // An empty tensor needs no memory; any aligned address says that it was given.
-      *data = reinterpret_cast<void*>(alignof(double));
+      *data = reinterpret_cast<void*>(alignof(double));  // NOLINT(performance-no-int-to-ptr)
     } else {
       if (base % static_cast<std::uintptr_t>(width) != 0) {
         return invalid(name + ": data is not aligned to its dtype (" + std::to_string(width) +
                        " bytes)");
       }
-      *data = reinterpret_cast<void*>(base);
+      *data = reinterpret_cast<void*>(base);  // NOLINT(performance-no-int-to-ptr)
     }
     bytes.base = base;
     lattices_[num_lattices_++] = {bytes, want.name, want.is_output};

@@ -95,10 +95,11 @@ DType parse_dtype(std::string_view text);
 struct TableEntry {
   std::string id;
   std::string source;
-  std::string right;         // the right answer, in words
-  std::vector<Case> cases;   // "lists mean each of"
-  std::string not_on_a_cpu;  // why nothing of it runs on a CPU, or empty
-  std::string shrunk;        // what was made smaller for a CPU, or empty
+  std::string right;            // the right answer, in words
+  std::vector<Case> cases;      // "lists mean each of"; as a CPU runs them
+  std::vector<Case> full_size;  // the same as the table has them
+  std::string not_on_a_cpu;     // why nothing of it runs on a CPU, or empty
+  std::string shrunk;           // what was made smaller for a CPU, or empty
 };
 
 // Parses one line of known_faults.jsonl.

@@ -42,6 +42,9 @@ class Buffer {
   std::size_t size_bytes_ = 0;
 };
 
+// Writes `value`, rounded once, as an element of that dtype.
+void store(DLDataType dtype, std::byte* element, double value);
+
 // A tensor of up to 4 dimensions with any strides, perhaps a part of a buffer that others share.
 // Converts to what the C interface takes.
 class HostTensor {
@@ -72,8 +75,8 @@ class HostTensor {
 
   // Makes the elements and the gaps around them poison.
   void poison() const;
-  // The elements in row-major order, one after the other: for comparisons bit for bit.
-  [[nodiscard]] std::vector<std::byte> bytes() const;
+  // A 64-bit digest of the elements' bits in row-major order: equal digests, equal bits.
+  [[nodiscard]] std::uint64_t digest() const;
 
  private:
   DLDataType dtype_{};

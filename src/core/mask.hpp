@@ -51,16 +51,22 @@ struct Band {
   // Far beyond any row or key, yet the sum of two of them does not overflow.
   static constexpr std::int64_t kFar = std::int64_t{1} << 61;
 
-  FG_HOST_DEVICE static constexpr std::int64_t clamp_far(std::int64_t x) {
-    return x > kFar ? kFar : x < -kFar ? -kFar : x;
+  // a - b, and a + b, exact near 0 and saturated at about +-kFar. Halves can't overflow.
+  FG_HOST_DEVICE static constexpr std::int64_t difference_far(std::int64_t a, std::int64_t b) {
+    const std::int64_t half = a / 2 - b / 2;
+    return half >= kFar / 2 ? kFar : half <= -kFar / 2 ? -kFar : a - b;
+  }
+
+  FG_HOST_DEVICE static constexpr std::int64_t sum_far(std::int64_t a, std::int64_t b) {
+    const std::int64_t half = a / 2 + b / 2;
+    return half >= kFar / 2 ? kFar : half <= -kFar / 2 ? -kFar : a + b;
   }
 
   FG_HOST_DEVICE static constexpr Band with_shift(const BandMask& mask, std::int64_t seqlen_q,
                                                   std::int64_t seqlen_kv, std::int64_t shift) {
-    shift = clamp_far(shift);
     Band band{seqlen_q, seqlen_kv, 0, 0};
-    band.lo = mask.left >= kUnboundedFrom ? -kFar : clamp_far(shift - clamp_far(mask.left));
-    band.hi = mask.right >= kUnboundedFrom ? kFar : clamp_far(shift + clamp_far(mask.right));
+    band.lo = mask.left >= kUnboundedFrom ? -kFar : difference_far(shift, mask.left);
+    band.hi = mask.right >= kUnboundedFrom ? kFar : sum_far(shift, mask.right);
     return band;
   }
 

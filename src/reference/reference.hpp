@@ -11,6 +11,7 @@
 // noticed.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -20,7 +21,6 @@
 
 namespace flashgrad::reference {
 
-inline constexpr int kMaxHeadDim = 256;
 // Rows or keys of one call. Each key is loaded and converted once for this many rows.
 inline constexpr int kBlock = 8;
 
@@ -39,7 +39,7 @@ struct Formula {
   explicit Formula(const Problem& p)
       : scale(static_cast<Real>(p.scale)), softcap(static_cast<Real>(p.softcap)) {}
 
-  // Applied to S, P, out, dP, dS, dq, dk and dv.
+  // Applied to S, P, dP and dS.
   [[nodiscard]] Real round(Real x) const { return x; }
 
   // s = scale * <q, k>, then softcap * tanh(s / softcap).
@@ -58,25 +58,45 @@ struct Formula {
     const Real ds = p * (dp - delta + dlse);
     return softcap > 0 ? ds * (1 - (s / softcap) * (s / softcap)) : ds;
   }
-  // dq_i from sum_j ds_ij k_j, dk_j from sum_i ds_ij q_i.
-  [[nodiscard]] Real dinput(Real sum) const { return scale * sum; }
+  // What a row adds to its sink's gradient.
+  [[nodiscard]] Real dsink(Real p, Real delta, Real dlse) const { return p * (dlse - delta); }
+  // The results, from sum_j p_ij v_j, sum_j ds_ij k_j, sum_i ds_ij q_i and sum_i p_ij dout_i.
+  [[nodiscard]] Real out(Real sum) const { return sum; }
+  [[nodiscard]] Real dq(Real sum) const { return scale * sum; }
+  [[nodiscard]] Real dk(Real sum) const { return scale * sum; }
+  [[nodiscard]] Real dv(Real sum) const { return sum; }
 };
 
-// "Naive in the input dtype": products accumulated in f32, each intermediate rounded to `dtype`.
+inline float round_to(DType dtype, float x) {
+  switch (dtype) {
+    case DType::kBF16:
+      return bf16_to_f32(f32_to_bf16(x));
+    case DType::kF16:
+      return f16_to_f32(f32_to_f16(x));
+    default:
+      return x;
+  }
+}
+
+// "Naive in the input dtype": products accumulated in f32, each intermediate and result rounded to
+// `dtype`. A gradient that the call wants in f32 is not rounded itself, only what it is made of.
 struct NaiveFormula : Formula<float> {
   DType dtype;
+  DType dq_dtype;
+  DType dk_dtype;
+  DType dv_dtype;
 
-  explicit NaiveFormula(const Problem& p) : Formula<float>(p), dtype(p.dtype) {}
-  [[nodiscard]] float round(float x) const {
-    switch (dtype) {
-      case DType::kBF16:
-        return bf16_to_f32(f32_to_bf16(x));
-      case DType::kF16:
-        return f16_to_f32(f32_to_f16(x));
-      default:
-        return x;
-    }
-  }
+  NaiveFormula(const Problem& p, DType rounded_to)
+      : Formula<float>(p),
+        dtype(rounded_to),
+        dq_dtype(p.dq_dtype == DType::kF32 ? DType::kF32 : rounded_to),
+        dk_dtype(p.dk_dtype == DType::kF32 ? DType::kF32 : rounded_to),
+        dv_dtype(p.dv_dtype == DType::kF32 ? DType::kF32 : rounded_to) {}
+  [[nodiscard]] float round(float x) const { return round_to(dtype, x); }
+  [[nodiscard]] float out(float sum) const { return round_to(dtype, sum); }
+  [[nodiscard]] float dq(float sum) const { return round_to(dq_dtype, scale * sum); }
+  [[nodiscard]] float dk(float sum) const { return round_to(dk_dtype, scale * sum); }
+  [[nodiscard]] float dv(float sum) const { return round_to(dv_dtype, sum); }
 };
 
 // One head of one sequence: where to find the rows i (of query head `head_q`) and the keys j.
@@ -248,7 +268,7 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
   }
   for (int r = 0; r < num_rows; ++r) {
     for (R& x : out[r]) {
-      x = f.round(x);
+      x = f.out(x);
     }
   }
 }
@@ -289,7 +309,7 @@ void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int n
   }
   for (int r = 0; r < num_rows; ++r) {
     for (R& x : dq[r]) {
-      x = f.round(f.dinput(x));
+      x = f.dq(x);
     }
   }
 }
@@ -341,19 +361,17 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
   }
   for (int c = 0; c < num_keys; ++c) {
     for (R& x : dk[c]) {
-      x = f.round(f.dinput(x));
+      x = f.dk(x);
     }
     for (R& x : dv[c]) {
-      x = f.round(x);
+      x = f.dv(x);
     }
   }
 }
 
-// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one
-// sequence.
-template <class F>
-double backward_sink(const F& /*f*/, const Head& head) {
-  using R = typename F::Real;
+// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one sequence.
+template <class F, class R = typename F::Real>
+double backward_sink(const F& f, const Head& head) {
   const double sink = head.sink();
   double sum = 0;
   if (sink == -std::numeric_limits<double>::infinity()) {
@@ -363,8 +381,8 @@ double backward_sink(const F& /*f*/, const Head& head) {
   for (std::int64_t i = 0; i < head.sequence.band.seqlen_q; ++i) {
     const RowState<R> state = load_row_state(head, i, dout);
     if (!state.empty) {
-      const double p = std::exp(std::min(0.0, sink - static_cast<double>(state.lse)));
-      sum += p * static_cast<double>(state.dlse - state.delta);
+      const R p = f.probability(static_cast<R>(sink), state.lse);
+      sum += static_cast<double>(f.dsink(p, state.delta, state.dlse));
     }
   }
   return sum;
