@@ -885,6 +885,10 @@ void bench(int d, std::int64_t seqlen, bool causal, std::int64_t heads, std::int
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   std::printf("sm90: %s\n", sm90_backend.detail());
+  if (!sm90_backend.available()) {
+    std::printf("skipped: no Hopper GPU\n");
+    return 77;
+  }
   if (mode == "check") {
     int failures = 0;
     for (Case& c : cases()) {

@@ -17,13 +17,13 @@ namespace {
 
 constexpr int kNumVariants = static_cast<int>(std::size(kBwdConfigs));
 
-// Clusters halve the traffic with the L2, but their CTAs walk the query blocks of both: with a band
-// that costs two steps a tile, so it pays for long sequences. H200, d128, whole calls without /
-// with: full 16k 685 / , causal 16k 669 / , causal 4k 544 / .
+// Clusters halve the traffic with the L2, but their CTAs walk the query blocks of both: with a band that
+// costs two steps a tile, so it pays for long sequences. H200, d128, whole calls without / with, cool:
+// full 16k 682 / 716, 4k 608 / 632, 1k 426 / 437; causal 16k 669 / 691, 4k 542 / 545, 1k 302 / 284.
 bool wants_cluster(const Problem& p) {
   const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
   const bool half = p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom;
-  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= 8192));
+  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= 4096));
 }
 
 // The number of the narrowest variant that serves the problem, with clusters only where they pay,
