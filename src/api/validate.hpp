@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All argument checks: from the C structs to a Problem and its Args. The only place where a tensor is judged.
+// All argument checks: from the C structs to a Problem and its Args. The only place where a tensor
+// is judged.
 #pragma once
 
 #include "core/problem.hpp"
@@ -12,8 +13,16 @@ struct Call {
   Args args;
 };
 
-// With `with_data` false, only shapes, strides, dtypes and devices are read (workspace and support queries, also of traced tensors);
-// with true, pointers are checked too, overlaps, and on the CPU the offsets.
-Status validate(Pass pass, const fg_tensors* tensors, const fg_options* options, bool with_data, Call* call);
+// The caller's workspace.
+struct Scratch {
+  const void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+// With a null `workspace`, only shapes, strides, dtypes and devices are read (workspace and support
+// queries, also of traced tensors). Otherwise the pointers are checked too, that nothing written
+// overlaps anything else, and the offsets of host tensors.
+Status validate(Pass pass, const fg_tensors* tensors, const fg_options* options,
+                const Scratch* workspace, Call* call);
 
 }  // namespace flashgrad

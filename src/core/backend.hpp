@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a backend is: a struct of functions. src/api/registry.cpp lists them, fastest first, reference last.
+// What a backend is: a struct of functions. src/api/registry.cpp lists them, fastest first,
+// reference last.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +24,8 @@ struct Backend {
   // Why this problem is refused, or ok. Reads nothing but the problem (and the machine).
   Status (*supports)(const Problem&, Pass);
   WorkspaceSize (*workspace_size)(const Problem&, Pass);
-  // Called with a supported problem, validated arguments and at least the minimum workspace (any alignment).
-  // Every element of every wanted output is written, also with empty sequences.
+  // Called with a supported problem, validated arguments and at least the minimum workspace (any
+  // alignment). Every element of every wanted output is written, also with empty sequences.
   Status (*forward)(const Problem&, const Args&);
   Status (*backward)(const Problem&, const Args&);
 };

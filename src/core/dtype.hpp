@@ -11,19 +11,27 @@ namespace flashgrad {
 
 enum class DType : std::uint8_t { kF64, kF32, kBF16, kF16 };
 
-constexpr int size_bytes(DType dtype) { return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2; }
+constexpr int size_bytes(DType dtype) {
+  return dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+}
 
 constexpr const char* name(DType dtype) {
   switch (dtype) {
-    case DType::kF64: return "f64";
-    case DType::kF32: return "f32";
-    case DType::kBF16: return "bf16";
-    case DType::kF16: return "f16";
+    case DType::kF64:
+      return "f64";
+    case DType::kF32:
+      return "f32";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kF16:
+      return "f16";
   }
   return "?";
 }
 
-inline float bf16_to_f32(std::uint16_t x) { return std::bit_cast<float>(static_cast<std::uint32_t>(x) << 16); }
+inline float bf16_to_f32(std::uint16_t x) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(x) << 16);
+}
 
 inline std::uint16_t f32_to_bf16(float x) {
   const auto u = std::bit_cast<std::uint32_t>(x);
@@ -57,7 +65,8 @@ inline std::uint16_t f32_to_f16(float x) {
   if (magnitude >= 0x477ff000U) {  // rounds to 2^16 or more
     return static_cast<std::uint16_t>(sign | 0x7c00U);
   }
-  if (magnitude < 0x38800000U) {  // below 2^-14: adding 0.5 leaves the subnormal, rounded, in the low bits
+  if (magnitude <
+      0x38800000U) {  // below 2^-14: adding 0.5 leaves the subnormal, rounded, in the low bits
     const float shifted = std::bit_cast<float>(magnitude) + 0.5F;
     return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000U));
   }
@@ -65,7 +74,8 @@ inline std::uint16_t f32_to_f16(float x) {
   return static_cast<std::uint16_t>(sign | (rounded >> 13));
 }
 
-// bf16 from f64 in one rounding: f32 by round-to-odd first, so that the second rounding is the only one.
+// bf16 from f64 in one rounding: f32 by round-to-odd first, so that the second rounding is the only
+// one.
 inline float f64_to_f32_odd(double x) {
   const float f = static_cast<float>(x);
   if (!std::isfinite(f) || static_cast<double>(f) == x) {
@@ -82,10 +92,14 @@ inline float f64_to_f32_odd(double x) {
 // Reads element `index` of an array of `dtype`.
 inline double load_f64(const void* data, DType dtype, std::int64_t index) {
   switch (dtype) {
-    case DType::kF64: return static_cast<const double*>(data)[index];
-    case DType::kF32: return static_cast<const float*>(data)[index];
-    case DType::kBF16: return bf16_to_f32(static_cast<const std::uint16_t*>(data)[index]);
-    case DType::kF16: return f16_to_f32(static_cast<const std::uint16_t*>(data)[index]);
+    case DType::kF64:
+      return static_cast<const double*>(data)[index];
+    case DType::kF32:
+      return static_cast<const float*>(data)[index];
+    case DType::kBF16:
+      return bf16_to_f32(static_cast<const std::uint16_t*>(data)[index]);
+    case DType::kF16:
+      return f16_to_f32(static_cast<const std::uint16_t*>(data)[index]);
   }
   return 0;
 }
@@ -93,10 +107,18 @@ inline double load_f64(const void* data, DType dtype, std::int64_t index) {
 // Writes `value`, rounded once, to element `index` of an array of `dtype`.
 inline void store_f64(void* data, DType dtype, std::int64_t index, double value) {
   switch (dtype) {
-    case DType::kF64: static_cast<double*>(data)[index] = value; break;
-    case DType::kF32: static_cast<float*>(data)[index] = static_cast<float>(value); break;
-    case DType::kBF16: static_cast<std::uint16_t*>(data)[index] = f32_to_bf16(f64_to_f32_odd(value)); break;
-    case DType::kF16: static_cast<std::uint16_t*>(data)[index] = f32_to_f16(f64_to_f32_odd(value)); break;
+    case DType::kF64:
+      static_cast<double*>(data)[index] = value;
+      break;
+    case DType::kF32:
+      static_cast<float*>(data)[index] = static_cast<float>(value);
+      break;
+    case DType::kBF16:
+      static_cast<std::uint16_t*>(data)[index] = f32_to_bf16(f64_to_f32_odd(value));
+      break;
+    case DType::kF16:
+      static_cast<std::uint16_t*>(data)[index] = f32_to_f16(f64_to_f32_odd(value));
+      break;
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only mask of flashgrad: a diagonal band. Causal, sliding windows and full are members. Every backend and the oracle ask here;
-// no other code compares row and column indices.
+// The only mask of flashgrad: a diagonal band. Causal, sliding windows and full are members. Every
+// backend and the oracle ask here; no other code compares row and column indices.
 #pragma once
 
 #include <cstdint>
@@ -34,12 +34,14 @@ struct Range {
   std::int64_t end = 0;
 
   [[nodiscard]] FG_HOST_DEVICE constexpr bool empty() const { return end <= begin; }
-  [[nodiscard]] FG_HOST_DEVICE constexpr std::int64_t size() const { return empty() ? 0 : end - begin; }
+  [[nodiscard]] FG_HOST_DEVICE constexpr std::int64_t size() const {
+    return empty() ? 0 : end - begin;
+  }
   bool operator==(const Range&) const = default;
 };
 
-// A BandMask applied to one sequence of seqlen_q rows and seqlen_kv keys: row i sees key j iff 0 <= j < seqlen_kv,
-// 0 <= i < seqlen_q and i + lo <= j <= i + hi.
+// A BandMask applied to one sequence of seqlen_q rows and seqlen_kv keys: row i sees key j iff 0 <=
+// j < seqlen_kv, 0 <= i < seqlen_q and i + lo <= j <= i + hi.
 struct Band {
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_kv = 0;
@@ -49,19 +51,32 @@ struct Band {
   // Far beyond any row or key, yet the sum of two of them does not overflow.
   static constexpr std::int64_t kFar = std::int64_t{1} << 61;
 
-  FG_HOST_DEVICE static constexpr std::int64_t clamp_far(std::int64_t x) { return x > kFar ? kFar : x < -kFar ? -kFar : x; }
+  // a - b, and a + b, exact near 0 and saturated at about +-kFar. Halves can't overflow.
+  FG_HOST_DEVICE static constexpr std::int64_t difference_far(std::int64_t a, std::int64_t b) {
+    const std::int64_t half = a / 2 - b / 2;
+    return half >= kFar / 2 ? kFar : half <= -kFar / 2 ? -kFar : a - b;
+  }
 
-  FG_HOST_DEVICE static constexpr Band with_shift(const BandMask& mask, std::int64_t seqlen_q, std::int64_t seqlen_kv, std::int64_t shift) {
-    shift = clamp_far(shift);
+  FG_HOST_DEVICE static constexpr std::int64_t sum_far(std::int64_t a, std::int64_t b) {
+    const std::int64_t half = a / 2 + b / 2;
+    return half >= kFar / 2 ? kFar : half <= -kFar / 2 ? -kFar : a + b;
+  }
+
+  FG_HOST_DEVICE static constexpr Band with_shift(const BandMask& mask, std::int64_t seqlen_q,
+                                                  std::int64_t seqlen_kv, std::int64_t shift) {
     Band band{seqlen_q, seqlen_kv, 0, 0};
-    band.lo = mask.left >= kUnboundedFrom ? -kFar : clamp_far(shift - clamp_far(mask.left));
-    band.hi = mask.right >= kUnboundedFrom ? kFar : clamp_far(shift + clamp_far(mask.right));
+    band.lo = mask.left >= kUnboundedFrom ? -kFar : difference_far(shift, mask.left);
+    band.hi = mask.right >= kUnboundedFrom ? kFar : sum_far(shift, mask.right);
     return band;
   }
 
-  // The band of a sequence whose first query stands at `*q_offset` if given, else as the alignment says.
-  FG_HOST_DEVICE static constexpr Band of(const BandMask& mask, std::int64_t seqlen_q, std::int64_t seqlen_kv, const std::int64_t* q_offset = nullptr) {
-    const std::int64_t aligned = mask.alignment == Alignment::kBottomRight ? seqlen_kv - seqlen_q : 0;
+  // The band of a sequence whose first query stands at `*q_offset` if given, else as the alignment
+  // says.
+  FG_HOST_DEVICE static constexpr Band of(const BandMask& mask, std::int64_t seqlen_q,
+                                          std::int64_t seqlen_kv,
+                                          const std::int64_t* q_offset = nullptr) {
+    const std::int64_t aligned =
+        mask.alignment == Alignment::kBottomRight ? seqlen_kv - seqlen_q : 0;
     return with_shift(mask, seqlen_q, seqlen_kv, q_offset != nullptr ? *q_offset : aligned);
   }
 
@@ -69,8 +84,10 @@ struct Band {
     return i >= 0 && i < seqlen_q && j >= 0 && j < seqlen_kv && j >= i + lo && j <= i + hi;
   }
 
-  // The keys that at least one of rows [begin, end) may see: the hull of the rows' ranges, clipped to the keys that exist.
-  [[nodiscard]] FG_HOST_DEVICE constexpr Range kv_range(std::int64_t begin, std::int64_t end) const {
+  // The keys that at least one of rows [begin, end) may see: the hull of the rows' ranges, clipped
+  // to the keys that exist.
+  [[nodiscard]] FG_HOST_DEVICE constexpr Range kv_range(std::int64_t begin,
+                                                        std::int64_t end) const {
     end = end < seqlen_q ? end : seqlen_q;
     if (end <= begin || lo > hi) {
       return {0, 0};
@@ -92,15 +109,21 @@ struct Band {
   }
 
   // True iff every row of [m_begin, m_end) exists and sees every key of [n_begin, n_end).
-  [[nodiscard]] FG_HOST_DEVICE constexpr bool is_full(std::int64_t m_begin, std::int64_t m_end, std::int64_t n_begin, std::int64_t n_end) const {
-    return m_begin >= 0 && n_begin >= 0 && m_end <= seqlen_q && n_end <= seqlen_kv && n_begin >= m_end - 1 + lo && n_end - 1 <= m_begin + hi;
+  [[nodiscard]] FG_HOST_DEVICE constexpr bool is_full(std::int64_t m_begin, std::int64_t m_end,
+                                                      std::int64_t n_begin,
+                                                      std::int64_t n_end) const {
+    return m_begin >= 0 && n_begin >= 0 && m_end <= seqlen_q && n_end <= seqlen_kv &&
+           n_begin >= m_end - 1 + lo && n_end - 1 <= m_begin + hi;
   }
 
   // True iff no row of [m_begin, m_end) sees any key of [n_begin, n_end).
-  [[nodiscard]] FG_HOST_DEVICE constexpr bool is_empty(std::int64_t m_begin, std::int64_t m_end, std::int64_t n_begin, std::int64_t n_end) const {
+  [[nodiscard]] FG_HOST_DEVICE constexpr bool is_empty(std::int64_t m_begin, std::int64_t m_end,
+                                                       std::int64_t n_begin,
+                                                       std::int64_t n_end) const {
     m_end = m_end < seqlen_q ? m_end : seqlen_q;
     n_end = n_end < seqlen_kv ? n_end : seqlen_kv;
-    return m_end <= m_begin || n_end <= n_begin || lo > hi || n_end - 1 < m_begin + lo || n_begin > m_end - 1 + hi;
+    return m_end <= m_begin || n_end <= n_begin || lo > hi || n_end - 1 < m_begin + lo ||
+           n_begin > m_end - 1 + hi;
   }
 };
 

@@ -22,14 +22,16 @@ struct Problem {
   DeviceType device_type = DeviceType::kCpu;
   int device_id = 0;
 
-  std::int64_t batch = 0;      // sequences
-  std::int64_t seqlen_q = 0;   // rows of q: of each batch entry, or of all sequences together if packed
+  std::int64_t batch = 0;  // sequences
+  std::int64_t seqlen_q =
+      0;  // rows of q: of each batch entry, or of all sequences together if packed
   std::int64_t seqlen_kv = 0;  // rows of k and v, likewise
   std::int64_t heads_q = 0;
   std::int64_t heads_kv = 0;
   std::int64_t head_dim = 0;
   std::int64_t head_dim_v = 0;
-  std::int64_t max_seqlen_q = 0;   // no sequence has more rows (never 0 in a packed problem with rows)
+  std::int64_t max_seqlen_q =
+      0;  // no sequence has more rows (never 0 in a packed problem with rows)
   std::int64_t max_seqlen_kv = 0;  // no sequence has more keys
   bool packed = false;
 
@@ -58,8 +60,9 @@ struct Problem {
 // One line for people: shapes, dtype, mask.
 std::string to_string(const Problem& problem);
 
-// A tensor with rows of heads: element (b, i, h, c) lies at data + b * batch_stride + i * row_stride + h * head_stride + c * dim_stride
-// elements. In a packed problem batch_stride is 0 and i counts over all sequences. dim_stride is 1 in all but dout.
+// A tensor with rows of heads: element (b, i, h, c) lies at data + b * batch_stride + i *
+// row_stride + h * head_stride + c * dim_stride elements. In a packed problem batch_stride is 0 and
+// i counts over all sequences. dim_stride is 1 in all but dout.
 struct Tensor {
   void* data = nullptr;  // null: not given
   DType dtype = DType::kF32;
@@ -77,8 +80,8 @@ struct Tensor {
 // Where everything is. lse and dlse are Tensors too: (b, i, h), no dim. 1-d tensors are compact.
 struct Args {
   Tensor q, k, v, out, lse, dout, dlse, dq, dk, dv;
-  const void* sinks = nullptr;  // (heads_q), f32, or f64 with f64 inputs
-  void* dsinks = nullptr;       // (heads_q), likewise
+  const void* sinks = nullptr;                  // (heads_q), f32, or f64 with f64 inputs
+  void* dsinks = nullptr;                       // (heads_q), likewise
   const std::int32_t* cu_seqlens_q = nullptr;   // (batch + 1)
   const std::int32_t* cu_seqlens_kv = nullptr;  // (batch + 1)
   const std::int32_t* seqused_q = nullptr;      // (batch)
@@ -89,7 +92,8 @@ struct Args {
   void* stream = nullptr;
 };
 
-// One sequence of the batch: its rows are q_begin + [0, band.seqlen_q) of batch entry `batch_index` (0 if packed), its keys likewise.
+// One sequence of the batch: its rows are q_begin + [0, band.seqlen_q) of batch entry `batch_index`
+// (0 if packed), its keys likewise.
 struct Sequence {
   std::int64_t batch_index = 0;
   std::int64_t q_begin = 0;
@@ -119,10 +123,11 @@ inline Sequence sequence(const Problem& p, const Args& args, std::int64_t b) {
   return s;
 }
 
-// Calls f(batch_index, Range of rows) for all rows of q (or keys) that belong to no sequence: before the first offset, past seqused,
-// past the last offset.
+// Calls f(batch_index, Range of rows) for all rows of q (or keys) that belong to no sequence:
+// before the first offset, past seqused, past the last offset.
 template <class F>
-void for_each_unused(const Problem& p, const std::int32_t* cu_seqlens, const std::int32_t* seqused, std::int64_t rows, F&& f) {
+void for_each_unused(const Problem& p, const std::int32_t* cu_seqlens, const std::int32_t* seqused,
+                     std::int64_t rows, F&& f) {
   const auto emit = [&](std::int64_t batch_index, std::int64_t begin, std::int64_t end) {
     if (begin < end) {
       f(batch_index, Range{begin, end});

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The result of everything that can be refused: a code of the C ABI and a message (what, got, want).
+// The result of everything that can be refused: a code of the C ABI and a message (what, got,
+// want).
 #pragma once
 
 #include <string>
@@ -22,9 +23,9 @@ inline Status unsupported(std::string message) { return {FG_UNSUPPORTED, std::mo
 }  // namespace flashgrad
 
 // Returns from the enclosing function if the expression is not ok.
-#define FG_RETURN_IF_ERROR(expression)                                      \
-  do {                                                                      \
-    if (::flashgrad::Status fg_status_ = (expression); !fg_status_.ok()) {  \
-      return fg_status_;                                                    \
-    }                                                                       \
+#define FG_RETURN_IF_ERROR(expression)                                     \
+  do {                                                                     \
+    if (::flashgrad::Status fg_status_ = (expression); !fg_status_.ok()) { \
+      return fg_status_;                                                   \
+    }                                                                      \
   } while (false)

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Everything that must hold before a change lands, stage after stage; `make test` and CI run all of them.
+# Usage: test.sh [STAGE...]   STAGE: format release asan-ubsan tsan fuzz tidy docs; all without one
+# A failing stage does not stop the others; a table at the end names them with their times.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+jobs=$(nproc)
+if command -v ccache >/dev/null; then
+  export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
+fi
+
+# All files of ours with the given endings, the build folders aside.
+sources() {
+  local pattern=$1
+  find include src tools tests examples benchmarks -regextype egrep -regex ".*\.($pattern)" 2>/dev/null | LC_ALL=C sort
+}
+
+build_and_test() {
+  local preset=$1
+  shift
+  cmake --preset "$preset" "$@" && cmake --build --preset "$preset" && ctest --preset "$preset" --parallel "$jobs"
+}
+
+stage_format() { sources 'c|cpp|h|hpp|cu|cuh' | xargs clang-format-14 --dry-run -Werror; }
+stage_release() { build_and_test release -DFLASHGRAD_WARNINGS_AS_ERRORS=ON; }
+stage_asan-ubsan() { build_and_test asan-ubsan; }
+stage_tsan() { build_and_test tsan; }
+stage_fuzz() { build_and_test fuzz; }
+# The fuzz preset's database has every source, with clang's flags.
+stage_tidy() {
+  cmake --preset fuzz &&
+    run-clang-tidy-14 -quiet -j "$jobs" -p build/fuzz "^$PWD/(src|tools|tests|benchmarks)/" |
+    sed $'s/\e\[[0-9;]*m//g'
+}
+stage_docs() { mkdir -p build && doxygen docs/Doxyfile; }
+
+stages=("$@")
+if [[ ${#stages[@]} == 0 ]]; then
+  stages=(format release asan-ubsan tsan fuzz tidy docs)
+fi
+logs=build/test-logs
+mkdir -p "$logs"
+table=()
+failed=0
+for stage in "${stages[@]}"; do
+  printf '\n==== %s\n' "$stage"
+  start=$SECONDS
+  if "stage_$stage" 2>&1 | tee "$logs/$stage.log"; then
+    result=passed
+  else
+    result=FAILED
+    failed=1
+  fi
+  table+=("$(printf '%-12s %-8s %5d s' "$stage" "$result" $((SECONDS - start)))")
+done
+
+printf '\n==== closing lines of ctest\n'
+for stage in "${stages[@]}"; do
+  grep --extended-regexp 'tests passed|Total Test time|No tests were found' "$logs/$stage.log" | sed "s/^/$stage: /"
+done
+printf '\n==== all stages (%d s)\n' "$SECONDS"
+printf '%s\n' "${table[@]}"
+exit "$failed"

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C functions: validate, pick the backend, call it. The only place that catches exceptions.
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+
+#include "api/validate.hpp"
+#include "core/backend.hpp"
+
+namespace flashgrad {
+namespace {
+
+// Grows on the first failure only; a call that succeeds does not touch it.
+thread_local std::string last_error;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+
+fg_status report(const Status& status) noexcept {
+  if (!status.ok()) {
+    try {
+      last_error = status.message;
+    } catch (...) {
+      last_error.clear();
+    }
+  }
+  return status.code;
+}
+
+template <class F>
+fg_status guarded(F&& f) noexcept {
+  try {
+    return report(f());
+  } catch (const std::exception& e) {
+    return report({FG_INTERNAL_ERROR, std::string("internal error: ") + e.what()});
+  } catch (...) {
+    return report({FG_INTERNAL_ERROR, "internal error"});
+  }
+}
+
+bool verbose() {
+  const char* value = std::getenv("FLASHGRAD_VERBOSE");
+  return value != nullptr && std::string(value) == "1";
+}
+
+std::string names_of_backends() {
+  std::string names;
+  for (const Backend* backend : backends()) {
+    names += (names.empty() ? "" : ", ") + std::string(backend->name);
+  }
+  return names;
+}
+
+// The first backend that serves the problem, or the one that was asked for.
+Status select(const Problem& problem, Pass pass, const fg_options* options,
+              const Backend** selected) {
+  const char* wanted = options != nullptr && options->struct_size >=
+                                                 offsetof(fg_options, backend) + sizeof(const char*)
+                           ? options->backend
+                           : nullptr;
+  const char* source = "backend";
+  if (wanted == nullptr) {
+    wanted = std::getenv("FLASHGRAD_BACKEND");
+    source = "FLASHGRAD_BACKEND";
+    if (wanted != nullptr && (*wanted == '\0' || std::string(wanted) == "auto")) {
+      wanted = nullptr;
+    }
+  }
+  std::string reasons;
+  bool known = false;
+  for (const Backend* backend : backends()) {
+    if (wanted != nullptr && std::string(wanted) != backend->name) {
+      continue;
+    }
+    known = true;
+    const Status status = backend->supports(problem, pass);
+    if (status.ok()) {
+      *selected = backend;
+      if (verbose()) {
+        std::fprintf(stderr, "flashgrad: %s %s by %s (%s)%s%s\n",
+                     pass == Pass::kForward ? "forward" : "backward", to_string(problem).c_str(),
+                     backend->name, backend->detail(), reasons.empty() ? "" : "; ",
+                     reasons.c_str());
+      }
+      return {};
+    }
+    reasons += (reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " + status.message;
+  }
+  if (!known) {
+    return invalid(std::string(source) + ": \"" + wanted + "\", want one of " +
+                   names_of_backends());
+  }
+  return unsupported("no backend serves this call: " + reasons);
+}
+
+Status check_pass(fg_pass pass) {
+  return pass == FG_FORWARD || pass == FG_BACKWARD
+             ? Status{}
+             : invalid("pass: " + std::to_string(static_cast<int>(pass)) +
+                       ", want FG_FORWARD or FG_BACKWARD");
+}
+
+Pass to_pass(fg_pass pass) { return pass == FG_FORWARD ? Pass::kForward : Pass::kBackward; }
+
+Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void* workspace,
+           std::size_t workspace_bytes, void* stream) {
+  Call call;
+  const Scratch scratch{workspace, workspace_bytes};
+  FG_RETURN_IF_ERROR(validate(pass, tensors, options, &scratch, &call));
+  const Backend* backend = nullptr;
+  FG_RETURN_IF_ERROR(select(call.problem, pass, options, &backend));
+  const WorkspaceSize size = backend->workspace_size(call.problem, pass);
+  if (workspace_bytes < size.minimum || (workspace == nullptr && size.minimum > 0)) {
+    return {FG_WORKSPACE_TOO_SMALL,
+            "workspace: " +
+                (workspace == nullptr ? "null" : std::to_string(workspace_bytes) + " bytes") +
+                ", want " + std::to_string(size.minimum) + " or more (" +
+                std::to_string(size.preferred) + " preferred)"};
+  }
+  call.args.workspace = workspace;
+  call.args.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
+  call.args.stream = stream;
+  return pass == Pass::kForward ? backend->forward(call.problem, call.args)
+                                : backend->backward(call.problem, call.args);
+}
+
+}  // namespace
+}  // namespace flashgrad
+
+using namespace flashgrad;  // NOLINT(google-build-using-namespace)
+
+fg_status fg_forward(const fg_tensors* tensors, const fg_options* options, void* workspace,
+                     size_t workspace_bytes, void* stream) {
+  return guarded(
+      [&] { return run(Pass::kForward, tensors, options, workspace, workspace_bytes, stream); });
+}
+
+fg_status fg_backward(const fg_tensors* tensors, const fg_options* options, void* workspace,
+                      size_t workspace_bytes, void* stream) {
+  return guarded(
+      [&] { return run(Pass::kBackward, tensors, options, workspace, workspace_bytes, stream); });
+}
+
+fg_status fg_workspace_size(fg_pass pass, const fg_tensors* tensors, const fg_options* options,
+                            size_t* minimum, size_t* preferred) {
+  return guarded([&]() -> Status {
+    FG_RETURN_IF_ERROR(check_pass(pass));
+    Call call;
+    FG_RETURN_IF_ERROR(validate(to_pass(pass), tensors, options, nullptr, &call));
+    const Backend* backend = nullptr;
+    FG_RETURN_IF_ERROR(select(call.problem, to_pass(pass), options, &backend));
+    const WorkspaceSize size = backend->workspace_size(call.problem, to_pass(pass));
+    if (minimum != nullptr) {
+      *minimum = size.minimum;
+    }
+    if (preferred != nullptr) {
+      *preferred = size.preferred;
+    }
+    return {};
+  });
+}
+
+fg_status fg_supports(fg_pass pass, const fg_tensors* tensors, const fg_options* options,
+                      const char** backend) {
+  return guarded([&]() -> Status {
+    FG_RETURN_IF_ERROR(check_pass(pass));
+    Call call;
+    FG_RETURN_IF_ERROR(validate(to_pass(pass), tensors, options, nullptr, &call));
+    const Backend* selected = nullptr;
+    FG_RETURN_IF_ERROR(select(call.problem, to_pass(pass), options, &selected));
+    if (backend != nullptr) {
+      *backend = selected->name;
+    }
+    return {};
+  });
+}
+
+int32_t fg_backend_count(void) { return static_cast<int32_t>(backends().size()); }
+
+fg_status fg_backend_info(int32_t index, fg_backend* info) {
+  return guarded([&]() -> Status {
+    if (index < 0 || index >= fg_backend_count()) {
+      return invalid("index: " + std::to_string(index) + ", want 0 to " +
+                     std::to_string(fg_backend_count() - 1));
+    }
+    if (info == nullptr || info->struct_size < sizeof(fg_backend)) {
+      return invalid(info == nullptr ? std::string("info: null")
+                                     : "info: struct_size " + std::to_string(info->struct_size) +
+                                           ", want " + std::to_string(sizeof(fg_backend)));
+    }
+    const Backend* backend = backends()[static_cast<std::size_t>(index)];
+    info->name = backend->name;
+    info->detail = backend->detail();
+    info->available = backend->available() ? 1 : 0;
+    return {};
+  });
+}
+
+const char* fg_last_error(void) { return flashgrad::last_error.c_str(); }
+
+const char* fg_version(void) { return FLASHGRAD_VERSION; }

@@ -1,0 +1,523 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "api/validate.hpp"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "api/describe.hpp"
+#include "api/lengths.hpp"
+#include "api/overlap.hpp"
+
+namespace flashgrad {
+namespace {
+
+constexpr std::int64_t kMaxHeadDim = 256;
+constexpr int kMaxThreads = 4096;
+// No tensor spans more bytes, and none has more elements: sums and products of two such numbers'
+// parts stay in 64 bits.
+constexpr std::int64_t kMaxSpanBytes = std::int64_t{1} << 59;
+
+// Copies a versioned C struct. An older caller's shorter struct leaves the newer fields as in
+// `init`; a newer caller's longer one is taken if what this library does not know is zero.
+template <class T>
+Status copy_versioned(const T* from, const char* what, T init, T* to) {
+  *to = init;
+  if (from == nullptr) {
+    return {};
+  }
+  std::size_t size = 0;
+  std::memcpy(&size, from, sizeof(size));
+  // No version of a struct ends inside a field, so half of a pointer can't be taken for one.
+  if (size < 2 * sizeof(std::size_t) || size > 4096 || size % alignof(T) != 0) {
+    return invalid(std::string(what) + ": struct_size " + std::to_string(size) + ", want " +
+                   std::to_string(sizeof(T)) + " (initialise with the FG_..._INIT macro)");
+  }
+  const auto* bytes = reinterpret_cast<const unsigned char*>(from);
+  for (std::size_t i = sizeof(T); i < size; ++i) {
+    if (bytes[i] != 0) {
+      return unsupported(std::string(what) + ": sets a field that this version of the library (" +
+                         FLASHGRAD_VERSION + ") does not know");
+    }
+  }
+  std::memcpy(to, from, std::min(size, sizeof(T)));
+  return {};
+}
+
+// What one tensor must be.
+struct Want {
+  const char* name;
+  int ndim;
+  std::array<std::int64_t, 4> shape;
+  const char* shape_names;
+  bool zero_stride_ok = false;  // stride 0 anywhere, the last dimension included
+  bool is_output = false;
+};
+
+class Validator {
+ public:
+  Validator(Pass pass, bool with_data, Call* call)
+      : pass_(pass), with_data_(with_data), p_(call->problem), a_(call->args) {}
+
+  Status run(const fg_tensors& t, const fg_options& o, const Scratch& workspace) {
+    p_ = {};
+    a_ = {};
+    FG_RETURN_IF_ERROR(check_required(t));
+    FG_RETURN_IF_ERROR(take_shapes(t));
+    FG_RETURN_IF_ERROR(take_options(o));
+    FG_RETURN_IF_ERROR(take_tensors(t));
+    if (with_data_) {
+      if (workspace.data != nullptr && workspace.bytes > 0) {
+        const auto bytes =
+            static_cast<std::int64_t>(std::min<std::size_t>(workspace.bytes, kMaxSpanBytes));
+        lattices_[num_lattices_++] = {
+            {reinterpret_cast<std::uintptr_t>(workspace.data), 1, {bytes}, {1}, 1},
+            "workspace",
+            true};
+      }
+      FG_RETURN_IF_ERROR(check_overlaps());
+      if (p_.device_type == DeviceType::kCpu) {
+        FG_RETURN_IF_ERROR(check_lengths(
+            {"q", p_.seqlen_q, p_.batch, a_.cu_seqlens_q, a_.seqused_q, max_seqlen_q_}));
+        FG_RETURN_IF_ERROR(check_lengths(
+            {"kv", p_.seqlen_kv, p_.batch, a_.cu_seqlens_kv, a_.seqused_kv, max_seqlen_kv_}));
+      }
+    }
+    return {};
+  }
+
+ private:
+  Status check_required(const fg_tensors& t) {
+    const auto require = [](const DLTensor* tensor, const char* name) {
+      return tensor != nullptr ? Status{}
+                               : invalid(std::string(name) + ": null, but it is required");
+    };
+    FG_RETURN_IF_ERROR(require(t.q, "q"));
+    FG_RETURN_IF_ERROR(require(t.k, "k"));
+    FG_RETURN_IF_ERROR(require(t.v, "v"));
+    FG_RETURN_IF_ERROR(require(t.out, "out"));
+    if (pass_ == Pass::kBackward) {
+      FG_RETURN_IF_ERROR(require(t.lse, "lse"));
+      if (t.dout == nullptr && t.dlse == nullptr) {
+        return invalid("dout: null, and so is dlse; backward needs one of them");
+      }
+      if (t.dsinks != nullptr && t.sinks == nullptr) {
+        return invalid("dsinks: given without sinks");
+      }
+    }
+    if ((t.cu_seqlens_q == nullptr) != (t.cu_seqlens_kv == nullptr)) {
+      return invalid(std::string(t.cu_seqlens_q == nullptr ? "cu_seqlens_q" : "cu_seqlens_kv") +
+                     ": null, but its counterpart is given; a packed call needs both");
+    }
+    p_.packed = t.cu_seqlens_q != nullptr;
+    return {};
+  }
+
+  // Reads dims, dtype and device of q, k, v; the other tensors are then compared with what follows
+  // from these.
+  Status take_shapes(const fg_tensors& t) {
+    const int ndim = p_.packed ? 3 : 4;
+    for (const auto& [tensor, name] : {std::pair{t.q, "q"}, {t.k, "k"}, {t.v, "v"}}) {
+      FG_RETURN_IF_ERROR(check_form(*tensor, name));
+      if (tensor->ndim != ndim) {
+        return invalid(std::string(name) + ": " + std::to_string(tensor->ndim) +
+                       " dimensions, want " +
+                       (p_.packed ? "3 (total, heads, head_dim), since cu_seqlens are given"
+                                  : "4 (batch, seqlen, heads, head_dim); packed tensors need "
+                                    "cu_seqlens_q and cu_seqlens_kv"));
+      }
+    }
+    const std::int64_t* q =
+        t.q->shape +
+        (p_.packed ? -1 : 0);  // so that indices 1, 2, 3 are rows, heads, dim in both layouts
+    const std::int64_t* k = t.k->shape + (p_.packed ? -1 : 0);
+    const std::int64_t* v = t.v->shape + (p_.packed ? -1 : 0);
+    p_.seqlen_q = q[1];
+    p_.seqlen_kv = k[1];
+    p_.heads_q = q[2];
+    p_.heads_kv = k[2];
+    p_.head_dim = q[3];
+    p_.head_dim_v = v[3];
+    if (p_.packed) {
+      FG_RETURN_IF_ERROR(check_form(*t.cu_seqlens_q, "cu_seqlens_q"));
+      if (t.cu_seqlens_q->ndim != 1 || t.cu_seqlens_q->shape[0] < 1) {
+        return invalid("cu_seqlens_q: shape " +
+                       shape_text(t.cu_seqlens_q->shape, t.cu_seqlens_q->ndim) +
+                       ", want (batch + 1)");
+      }
+      p_.batch = t.cu_seqlens_q->shape[0] - 1;
+    } else {
+      p_.batch = q[0];
+    }
+    if (p_.heads_q < 1 || p_.heads_kv < 1) {
+      return invalid(std::string(p_.heads_q < 1 ? "q: heads_q " : "k: heads_kv ") +
+                     "0, want 1 or more");
+    }
+    if (p_.heads_q % p_.heads_kv != 0) {
+      return invalid("q: heads_q " + std::to_string(p_.heads_q) + ", want a multiple of " +
+                     std::to_string(p_.heads_kv) + " (k's heads)");
+    }
+    for (const auto& [dim, name] :
+         {std::pair{p_.head_dim, "q: head_dim "}, {p_.head_dim_v, "v: head_dim_v "}}) {
+      if (dim < 1) {
+        return invalid(name + std::to_string(dim) + ", want 1 to 256");
+      }
+      if (dim > kMaxHeadDim) {
+        return unsupported(name + std::to_string(dim) + ", supported are 1 to 256");
+      }
+    }
+    const std::optional<DType> dtype = float_dtype(t.q->dtype);
+    if (!dtype) {
+      return unsupported("q: dtype " + dtype_name(t.q->dtype) +
+                         ", supported are f32, bf16, f16, and f64 on the reference backend");
+    }
+    p_.dtype = *dtype;
+    device_ = t.q->device;
+    switch (device_.device_type) {
+      case kDLCPU:
+      case kDLCUDAHost:
+        p_.device_type = DeviceType::kCpu;
+        break;
+      case kDLCUDA:
+        p_.device_type = DeviceType::kCuda;
+        p_.device_id = device_.device_id;
+        break;
+      default:
+        return unsupported("q: is on " + device_name(device_) +
+                           "; flashgrad serves tensors of the CPU and of CUDA devices");
+    }
+    return {};
+  }
+
+  Status take_options(const fg_options& o) {
+    if (o.alignment != FG_BOTTOM_RIGHT && o.alignment != FG_TOP_LEFT) {
+      return invalid("alignment: " + std::to_string(static_cast<int>(o.alignment)) +
+                     ", want FG_BOTTOM_RIGHT or FG_TOP_LEFT");
+    }
+    if (std::isinf(o.scale)) {
+      return invalid("scale: infinite, want a finite number, or NaN for 1 / sqrt(head_dim)");
+    }
+    if (!std::isfinite(o.softcap) || o.softcap < 0) {
+      return invalid("softcap: " + std::to_string(o.softcap) +
+                     ", want a positive number, or 0 for none");
+    }
+    if (o.num_threads < 0 || o.num_threads > kMaxThreads) {
+      return invalid("num_threads: " + std::to_string(o.num_threads) + ", want 1 to " +
+                     std::to_string(kMaxThreads) + ", or 0 for OpenMP's own number");
+    }
+    if (o.max_seqlen_q < 0 || o.max_seqlen_kv < 0) {
+      return invalid(std::string(o.max_seqlen_q < 0 ? "max_seqlen_q: " : "max_seqlen_kv: ") +
+                     "negative, want an upper bound of the lengths, or 0 for none");
+    }
+    p_.mask.left = o.window_left >= kUnboundedFrom ? kUnbounded : o.window_left;
+    p_.mask.right = o.window_right >= kUnboundedFrom ? kUnbounded : o.window_right;
+    p_.mask.alignment = o.alignment == FG_TOP_LEFT ? Alignment::kTopLeft : Alignment::kBottomRight;
+    p_.scale = std::isnan(o.scale) ? 1.0 / std::sqrt(static_cast<double>(p_.head_dim)) : o.scale;
+    p_.softcap = o.softcap;
+    p_.deterministic = o.deterministic != 0;
+    if (p_.device_type == DeviceType::kCpu) {
+      p_.num_threads = o.num_threads > 0 ? o.num_threads : std::max(1, omp_get_max_threads());
+    }
+    max_seqlen_q_ = o.max_seqlen_q;
+    max_seqlen_kv_ = o.max_seqlen_kv;
+    const auto bound = [&](std::int64_t rows, std::int64_t max_seqlen) {
+      return p_.packed && max_seqlen > 0 ? std::min(rows, max_seqlen) : rows;
+    };
+    p_.max_seqlen_q = bound(p_.seqlen_q, max_seqlen_q_);
+    p_.max_seqlen_kv = bound(p_.seqlen_kv, max_seqlen_kv_);
+    return {};
+  }
+
+  Status take_tensors(const fg_tensors& t) {
+    const auto rows = [&](std::int64_t seqlen, std::int64_t heads, std::int64_t dim) {
+      return p_.packed ? std::array<std::int64_t, 4>{seqlen, heads, dim, 0}
+                       : std::array<std::int64_t, 4>{p_.batch, seqlen, heads, dim};
+    };
+    const int ndim = p_.packed ? 3 : 4;
+    const bool backward = pass_ == Pass::kBackward;
+    const auto of_q = rows(p_.seqlen_q, p_.heads_q, p_.head_dim);
+    const auto of_k = rows(p_.seqlen_kv, p_.heads_kv, p_.head_dim);
+    const auto of_v = rows(p_.seqlen_kv, p_.heads_kv, p_.head_dim_v);
+    const auto of_out = rows(p_.seqlen_q, p_.heads_q, p_.head_dim_v);
+    const char* q_names =
+        p_.packed ? "(total_q, heads_q, head_dim)" : "(batch, seqlen_q, heads_q, head_dim)";
+    const char* k_names =
+        p_.packed ? "(total_kv, heads_kv, head_dim)" : "(batch, seqlen_kv, heads_kv, head_dim)";
+    const char* v_names =
+        p_.packed ? "(total_kv, heads_kv, head_dim_v)" : "(batch, seqlen_kv, heads_kv, head_dim_v)";
+    const char* out_names =
+        p_.packed ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)";
+    FG_RETURN_IF_ERROR(take(t.q, {"q", ndim, of_q, q_names}, &a_.q));
+    FG_RETURN_IF_ERROR(take(t.k, {"k", ndim, of_k, k_names}, &a_.k));
+    FG_RETURN_IF_ERROR(take(t.v, {"v", ndim, of_v, v_names}, &a_.v));
+    FG_RETURN_IF_ERROR(take(t.out, {"out", ndim, of_out, out_names, false, !backward}, &a_.out));
+    FG_RETURN_IF_ERROR(take_lse(t.lse, {"lse", 0, {}, "", false, !backward}, &a_.lse));
+    p_.wants_lse = t.lse != nullptr;
+    const DType statistics = p_.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+    FG_RETURN_IF_ERROR(take_vector(t.sinks, "sinks", "(heads_q)", p_.heads_q, statistics, false,
+                                   &a_.sinks, &p_.has_sinks));
+    if (backward) {
+      FG_RETURN_IF_ERROR(take(t.dout, {"dout", ndim, of_out, out_names, true}, &a_.dout));
+      FG_RETURN_IF_ERROR(take_lse(t.dlse, {"dlse", 0, {}, "", true}, &a_.dlse));
+      FG_RETURN_IF_ERROR(take(t.dq, {"dq", ndim, of_q, q_names, false, true}, &a_.dq));
+      FG_RETURN_IF_ERROR(take(t.dk, {"dk", ndim, of_k, k_names, false, true}, &a_.dk));
+      FG_RETURN_IF_ERROR(take(t.dv, {"dv", ndim, of_v, v_names, false, true}, &a_.dv));
+      const void* dsinks = nullptr;
+      FG_RETURN_IF_ERROR(take_vector(t.dsinks, "dsinks", "(heads_q)", p_.heads_q, statistics, true,
+                                     &dsinks, &p_.wants_dsinks));
+      a_.dsinks = const_cast<void*>(dsinks);
+      p_.has_dout = t.dout != nullptr;
+      p_.has_dlse = t.dlse != nullptr;
+      p_.wants_dq = t.dq != nullptr;
+      p_.wants_dk = t.dk != nullptr;
+      p_.wants_dv = t.dv != nullptr;
+      p_.dq_dtype = p_.wants_dq ? a_.dq.dtype : p_.dtype;
+      p_.dk_dtype = p_.wants_dk ? a_.dk.dtype : p_.dtype;
+      p_.dv_dtype = p_.wants_dv ? a_.dv.dtype : p_.dtype;
+    } else {
+      p_.dq_dtype = p_.dk_dtype = p_.dv_dtype = p_.dtype;
+    }
+    bool given = false;
+    FG_RETURN_IF_ERROR(take_vector(t.cu_seqlens_q, "cu_seqlens_q", "(batch + 1)", p_.batch + 1,
+                                   &a_.cu_seqlens_q, &given));
+    FG_RETURN_IF_ERROR(take_vector(t.cu_seqlens_kv, "cu_seqlens_kv", "(batch + 1)", p_.batch + 1,
+                                   &a_.cu_seqlens_kv, &given));
+    FG_RETURN_IF_ERROR(take_vector(t.seqused_q, "seqused_q", "(batch)", p_.batch, &a_.seqused_q,
+                                   &p_.has_seqused_q));
+    FG_RETURN_IF_ERROR(take_vector(t.seqused_kv, "seqused_kv", "(batch)", p_.batch, &a_.seqused_kv,
+                                   &p_.has_seqused_kv));
+    return take_vector(t.q_offset, "q_offset", "(batch)", p_.batch, &a_.q_offset, &p_.has_q_offset);
+  }
+
+  // What can be said of a tensor before its shape is compared: dimensions, device, span.
+  Status check_form(const DLTensor& t, const char* name) const {
+    if (t.ndim < 0 || t.ndim > 4 || (t.ndim > 0 && t.shape == nullptr)) {
+      return invalid(std::string(name) + ": " +
+                     (t.shape == nullptr && t.ndim > 0
+                          ? "null shape"
+                          : std::to_string(t.ndim) + " dimensions, want 1 to 4"));
+    }
+    for (int k = 0; k < t.ndim; ++k) {
+      if (t.shape[k] < 0 || t.shape[k] > kMaxSpanBytes) {
+        return invalid(std::string(name) + ": shape " + shape_text(t.shape, t.ndim) +
+                       ", want sizes from 0 to 2^59");
+      }
+    }
+    return {};
+  }
+
+  // Checks a tensor and describes its bytes. `stride` gets the strides in elements, 0 for
+  // dimensions of size 0 or 1.
+  Status check_tensor(const DLTensor& t, const Want& want, std::array<std::int64_t, 4>* stride,
+                      void** data) {
+    const std::string name = want.name;
+    FG_RETURN_IF_ERROR(check_form(t, want.name));
+    if (t.ndim != want.ndim || !std::equal(t.shape, t.shape + t.ndim, want.shape.begin())) {
+      return invalid(name + ": shape " + shape_text(t.shape, t.ndim) + ", want " +
+                     shape_text(want.shape.data(), want.ndim) + " " + want.shape_names);
+    }
+    if (t.device.device_type != device_.device_type || t.device.device_id != device_.device_id) {
+      return invalid(name + ": is on " + device_name(t.device) + ", want " + device_name(device_) +
+                     " (q's)");
+    }
+    const std::int64_t width = t.dtype.bits / 8;
+    std::int64_t elements = 1;
+    std::int64_t compact = 1;
+    std::int64_t span = width;
+    for (int k = want.ndim - 1; k >= 0; --k) {
+      const std::int64_t n = t.shape[k];
+      std::int64_t s = t.strides != nullptr ? t.strides[k] : compact;
+      if (n <= 1) {
+        s = 0;
+      }
+      if (k == want.ndim - 1 && n > 1 && s != 1 && !(want.zero_stride_ok && s == 0)) {
+        return invalid(name + ": last stride " + std::to_string(s) + ", want 1" +
+                       (want.zero_stride_ok ? " or 0" : ""));
+      }
+      std::int64_t extent = 0;
+      const bool overflows =
+          __builtin_mul_overflow(elements, std::max<std::int64_t>(n, 1), &elements) ||
+          elements > kMaxSpanBytes ||
+          __builtin_mul_overflow(std::max<std::int64_t>(n - 1, 0), s, &extent) ||
+          extent > kMaxSpanBytes / width || extent < -kMaxSpanBytes / width;
+      if (overflows || (span += std::abs(extent) * width) > kMaxSpanBytes) {
+        return invalid(name + ": shape " + shape_text(t.shape, t.ndim) +
+                       " with these strides spans more than 2^59 bytes");
+      }
+      (*stride)[static_cast<std::size_t>(k)] = s;
+      compact = t.strides == nullptr ? elements : compact;
+    }
+    ByteLattice bytes{0, want.ndim, {}, {}, width};
+    for (std::size_t k = 0; k < static_cast<std::size_t>(want.ndim); ++k) {
+      bytes.shape[k] = t.shape[k];
+      bytes.stride_bytes[k] = (*stride)[k] * width;
+    }
+    *data = nullptr;
+    if (!with_data_) {
+      return {};
+    }
+    const auto base = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
+    if (t.data == nullptr) {
+      if (!bytes.empty()) {
+        return invalid(name + ": null data, but its shape is " + shape_text(t.shape, t.ndim));
+      }
+      // An empty tensor needs no memory; any aligned address says that it was given.
+      *data = reinterpret_cast<void*>(alignof(double));
+    } else {
+      if (base % static_cast<std::uintptr_t>(width) != 0) {
+        return invalid(name + ": data is not aligned to its dtype (" + std::to_string(width) +
+                       " bytes)");
+      }
+      *data = reinterpret_cast<void*>(base);
+    }
+    bytes.base = base;
+    lattices_[num_lattices_++] = {bytes, want.name, want.is_output};
+    return {};
+  }
+
+  Status take(const DLTensor* t, const Want& want, Tensor* tensor) {
+    if (t == nullptr) {
+      return {};
+    }
+    const std::optional<DType> dtype = float_dtype(t->dtype);
+    const bool gradient = want.is_output && pass_ == Pass::kBackward;
+    if (!dtype || (*dtype != p_.dtype && !(gradient && *dtype == DType::kF32))) {
+      return invalid(std::string(want.name) + ": dtype " + dtype_name(t->dtype) + ", want " +
+                     name(p_.dtype) + " (q's)" + (gradient ? " or f32" : ""));
+    }
+    std::array<std::int64_t, 4> s{};
+    FG_RETURN_IF_ERROR(check_tensor(*t, want, &s, &tensor->data));
+    tensor->dtype = *dtype;
+    const std::size_t k = p_.packed ? 0 : 1;
+    tensor->batch_stride = p_.packed ? 0 : s[0];
+    tensor->row_stride = s[k];
+    tensor->head_stride = s[k + 1];
+    tensor->dim_stride = want.shape[k + 2] > 1 ? s[k + 2] : 1;
+    return {};
+  }
+
+  Status take_lse(const DLTensor* t, Want want, Tensor* tensor) {
+    if (t == nullptr) {
+      return {};
+    }
+    const DType dtype = p_.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+    if (float_dtype(t->dtype) != dtype) {
+      return invalid(std::string(want.name) + ": dtype " + dtype_name(t->dtype) + ", want " +
+                     name(dtype));
+    }
+    want.ndim = p_.packed ? 2 : 3;
+    want.shape = p_.packed ? std::array<std::int64_t, 4>{p_.heads_q, p_.seqlen_q, 0, 0}
+                           : std::array<std::int64_t, 4>{p_.batch, p_.heads_q, p_.seqlen_q, 0};
+    want.shape_names = p_.packed ? "(heads_q, total_q)" : "(batch, heads_q, seqlen_q)";
+    std::array<std::int64_t, 4> s{};
+    FG_RETURN_IF_ERROR(check_tensor(*t, want, &s, &tensor->data));
+    tensor->dtype = dtype;
+    const std::size_t k = p_.packed ? 0 : 1;
+    tensor->batch_stride = p_.packed ? 0 : s[0];
+    tensor->head_stride = s[k];
+    tensor->row_stride = s[k + 1];
+    return {};
+  }
+
+  Status take_vector(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
+                     DLDataType dtype, bool is_output, void** data) {
+    if (t->dtype.code != dtype.code || t->dtype.bits != dtype.bits || t->dtype.lanes != 1) {
+      return invalid(std::string(name) + ": dtype " + dtype_name(t->dtype) + ", want " +
+                     dtype_name(dtype));
+    }
+    std::array<std::int64_t, 4> s{};
+    return check_tensor(*t, {name, 1, {n, 0, 0, 0}, shape_names, false, is_output}, &s, data);
+  }
+
+  Status take_vector(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
+                     DType dtype, bool is_output, const void** data, bool* given) {
+    *given = t != nullptr;
+    void* p = nullptr;
+    if (t != nullptr) {
+      FG_RETURN_IF_ERROR(take_vector(
+          t, name, shape_names, n,
+          DLDataType{kDLFloat, static_cast<std::uint8_t>(dtype == DType::kF64 ? 64 : 32), 1},
+          is_output, &p));
+    }
+    *data = p;
+    return {};
+  }
+
+  template <class Int>
+  Status take_vector(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
+                     const Int** data, bool* given) {
+    *given = t != nullptr;
+    void* p = nullptr;
+    if (t != nullptr) {
+      FG_RETURN_IF_ERROR(
+          take_vector(t, name, shape_names, n, DLDataType{kDLInt, 8 * sizeof(Int), 1}, false, &p));
+    }
+    *data = static_cast<const Int*>(p);
+    return {};
+  }
+
+  Status check_overlaps() const {
+    for (int i = 0; i < num_lattices_; ++i) {
+      if (!lattices_[i].is_output) {
+        continue;
+      }
+      const std::string name = lattices_[i].name;
+      if (self_overlap(lattices_[i].bytes) != Overlap::kNone) {
+        return invalid(
+            name + ": two of its elements share memory; an output's strides must keep them apart");
+      }
+      for (int j = 0; j < num_lattices_; ++j) {
+        if (j == i || (lattices_[j].is_output && j < i)) {
+          continue;
+        }
+        const Overlap found = overlap(lattices_[i].bytes, lattices_[j].bytes);
+        if (found != Overlap::kNone) {
+          return invalid(
+              name + ": overlaps " + lattices_[j].name +
+              (found == Overlap::kUndecided ? " as far as can be told from these strides" : "") +
+              "; an output must not share memory with another tensor");
+        }
+      }
+    }
+    return {};
+  }
+
+  struct NamedLattice {
+    ByteLattice bytes;
+    const char* name = "";
+    bool is_output = false;
+  };
+
+  Pass pass_;
+  bool with_data_;
+  Problem& p_;
+  Args& a_;
+  DLDevice device_{};
+  std::int64_t max_seqlen_q_ = 0;  // as given
+  std::int64_t max_seqlen_kv_ = 0;
+  std::array<NamedLattice, 20> lattices_;
+  int num_lattices_ = 0;
+};
+
+}  // namespace
+
+Status validate(Pass pass, const fg_tensors* tensors, const fg_options* options,
+                const Scratch* workspace, Call* call) {
+  if (tensors == nullptr) {
+    return invalid("tensors: null");
+  }
+  fg_tensors t;
+  fg_options o;
+  FG_RETURN_IF_ERROR(copy_versioned(tensors, "tensors", fg_tensors FG_TENSORS_INIT, &t));
+  FG_RETURN_IF_ERROR(copy_versioned(options, "options", fg_options FG_OPTIONS_INIT, &o));
+  return Validator(pass, workspace != nullptr, call)
+      .run(t, o, workspace != nullptr ? *workspace : Scratch{});
+}
+
+}  // namespace flashgrad

@@ -1,0 +1,606 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check/call.hpp"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <numbers>
+#include <stdexcept>
+
+namespace flashgrad::check {
+namespace {
+
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kInt64{kDLInt, 64, 1};
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+DLDataType dl_dtype(DType dtype) {
+  switch (dtype) {
+    case DType::kF64:
+      return {kDLFloat, 64, 1};
+    case DType::kF32:
+      return {kDLFloat, 32, 1};
+    case DType::kBF16:
+      return {kDLBfloat, 16, 1};
+    case DType::kF16:
+      return {kDLFloat, 16, 1};
+  }
+  return {};
+}
+
+// splitmix64: well mixed bits of a counter, so that element n of a tensor is the same whoever
+// computes it.
+std::uint64_t mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15U;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+  return x ^ (x >> 31);
+}
+
+// 2^16 draws of a standard normal (Box-Muller), which large tensors then pick from.
+const std::vector<float>& normal_draws() {
+  static const std::vector<float> draws = [] {
+    std::vector<float> x(1U << 16);
+    for (std::size_t n = 0; n < x.size(); ++n) {
+      const std::uint64_t bits = mix(n);
+      const double u = (static_cast<double>(bits >> 32) + 0.5) * 0x1p-32;
+      const double w = static_cast<double>(bits & 0xffffffffU) * 0x1p-32;
+      x[n] = static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * w));
+    }
+    return x;
+  }();
+  return draws;
+}
+
+void fill_normal(const HostTensor& t, double factor, std::uint64_t stream) {
+  const std::vector<float>& draws = normal_draws();
+  const std::int64_t dim = t.shape().back();
+  const std::int64_t vectors = dim == 0 ? 0 : t.num_elements() / dim;
+  const std::int64_t step = t.strides().back() * (t.dtype().bits / 8);
+#pragma omp parallel for if (vectors * dim > 100000)
+  for (std::int64_t n = 0; n < vectors; ++n) {
+    std::byte* element = t.address(n * dim);
+    std::uint64_t bits = 0;
+    for (std::int64_t c = 0; c < dim; ++c, element += step) {
+      const std::int64_t e = n * dim + c;
+      bits = c % 4 == 0 ? mix(stream ^ mix(static_cast<std::uint64_t>(e))) : bits >> 16;
+      store(t.dtype(), element, factor * static_cast<double>(draws[bits & 0xffff]));
+    }
+  }
+}
+
+// The factor of "n", "3n", "0.5n"; NaN if the text is something else.
+double normal_factor(const std::string& text) {
+  if (text.empty() || text.back() != 'n') {
+    return kNaN;
+  }
+  if (text == "n") {
+    return 1;
+  }
+  std::size_t used = 0;
+  double factor = kNaN;
+  try {
+    factor = std::stod(text, &used);
+  } catch (const std::exception&) {
+    return kNaN;
+  }
+  return used + 1 == text.size() ? factor : kNaN;
+}
+
+// `stream` tells the tensors of a case apart. heads and dim are those of the tensor's last two
+// dimensions (rows: the one before).
+void fill(const HostTensor& t, const std::string& pattern, std::uint64_t stream) {
+  const std::int64_t n = t.num_elements();
+  const std::int64_t dim = t.shape().back();
+  const std::vector<std::int64_t>& shape = t.shape();
+  if (const double factor = normal_factor(pattern); !std::isnan(factor)) {
+    fill_normal(t, factor, stream);
+  } else if (pattern == "n with one NaN") {
+    fill(t, "n", stream);
+    if (n > 0) {
+      // The second half of the last row but one; with several heads, not of the first.
+      t.set(n - 1 - dim / 2 - (shape.size() > 2 ? shape[shape.size() - 2] * dim : 0), kNaN);
+    }
+  } else if (pattern == "NaN in the last 4 rows") {
+    fill(t, "n", stream);
+    for (std::int64_t e = std::max<std::int64_t>(0, n - 4 * shape[shape.size() - 2] * dim); e < n;
+         ++e) {
+      t.set(e, kNaN);
+    }
+  } else if (pattern == "first component 1") {
+    fill(t, "n", stream);
+    for (std::int64_t e = 0; e < n; e += dim) {
+      t.set(e, 1);
+    }
+  } else if (pattern == "first component -100*sqrt(d), the others 0") {
+    for (std::int64_t e = 0; e < n; ++e) {
+      t.set(e, e % dim == 0 ? -100 * std::sqrt(static_cast<double>(dim)) : 0);
+    }
+  } else {
+    std::size_t used = 0;
+    const double value = std::stod(pattern, &used);
+    if (used != pattern.size()) {
+      throw std::invalid_argument("data \"" + pattern + "\": want n, 3n, or a number");
+    }
+    for (std::int64_t e = 0; e < n; ++e) {
+      t.set(e, value);
+    }
+  }
+}
+
+struct Shapes {
+  std::vector<std::int64_t> q, k, v, out, lse;
+  DLDataType dtype, grad_dtype, stat_dtype;
+};
+
+Shapes shapes_of(const Case& c) {
+  const auto rows = [&](std::int64_t seqlen, std::int64_t heads, std::int64_t dim) {
+    return c.packed() ? std::vector<std::int64_t>{seqlen, heads, dim}
+                      : std::vector<std::int64_t>{c.batch, seqlen, heads, dim};
+  };
+  return {rows(c.seqlen_q, c.heads_q, c.head_dim),
+          rows(c.seqlen_kv, c.heads_kv, c.head_dim),
+          rows(c.seqlen_kv, c.heads_kv, c.head_dim_v),
+          rows(c.seqlen_q, c.heads_q, c.head_dim_v),
+          c.packed() ? std::vector<std::int64_t>{c.heads_q, c.seqlen_q}
+                     : std::vector<std::int64_t>{c.batch, c.heads_q, c.seqlen_q},
+          dl_dtype(c.dtype),
+          dl_dtype(c.grad_f32 ? DType::kF32 : c.dtype),
+          dl_dtype(c.dtype == DType::kF64 ? DType::kF64 : DType::kF32)};
+}
+
+// A tensor of the case in the layout of the case. `kind` tells the tensors apart: each gets other
+// strides.
+HostTensor place(const Case& c, DLDataType dtype, const std::vector<std::int64_t>& shape,
+                 int kind) {
+  const std::size_t ndim = shape.size();
+  std::vector<std::int64_t> strides(ndim);
+  // Dimensions from the innermost outwards, each `pad` elements wider than it must be.
+  const auto nest = [&](const std::vector<std::size_t>& order, std::int64_t pad) {
+    std::int64_t stride = 1;
+    for (const std::size_t k : order) {
+      strides[k] = stride;
+      stride *= shape[k];
+      stride += pad;
+    }
+  };
+  switch (c.layout) {
+    case Layout::kOwnStrides: {
+      std::vector<std::size_t> order(ndim);
+      for (std::size_t k = 0; k < ndim; ++k) {
+        order[k] = ndim - 1 - k;
+      }
+      std::rotate(order.begin() + 1, order.begin() + 1 + kind % static_cast<int>(ndim - 1),
+                  order.end());
+      nest(order, 1 + kind % 7);
+      if (kind % 4 == 2) {  // backwards
+        strides[0] = -strides[0];
+      }
+      break;
+    }
+    case Layout::kSizeOne: {
+      nest({ndim - 1}, 0);
+      static constexpr std::array<std::int64_t, 3> kOdd = {0, 3331333, 99990001};
+      std::int64_t stride = 1;
+      for (std::size_t k = ndim; k-- > 0;) {
+        strides[k] = shape[k] == 1 ? kOdd[(k + static_cast<std::size_t>(kind)) % 3] : stride;
+        stride *= shape[k];
+      }
+      break;
+    }
+    case Layout::kHugeStrides: {
+      if (ndim < 3) {
+        return {dtype, shape};
+      }
+      const std::size_t row = c.packed() ? 0 : 1;
+      strides[ndim - 1] = 1;
+      strides[ndim - 2] = shape[ndim - 1];
+      strides[row] = 65537;
+      if (row > 0) {
+        strides[0] = 65537 * shape[1];
+      }
+      break;
+    }
+    default:
+      return {dtype, shape};
+  }
+  return {dtype, shape, strides};
+}
+
+HostTensor expanded(DLDataType dtype, const std::vector<std::int64_t>& shape) {
+  return {dtype, shape, std::vector<std::int64_t>(shape.size(), 0)};
+}
+
+// (..., s, h, d) as every second row of a buffer twice as long.
+HostTensor every_second_row(DLDataType dtype, const std::vector<std::int64_t>& shape) {
+  const std::size_t row = shape.size() - 3;
+  std::vector<std::int64_t> strides(shape.size(), 1);
+  strides[row + 1] = shape[row + 2];
+  strides[row] = 2 * shape[row + 1] * shape[row + 2];
+  if (row > 0) {
+    strides[0] = strides[row] * shape[row];
+  }
+  return {dtype, shape, strides};
+}
+
+// q, k, v (or their gradients) as slices of one (b, s, heads_q + 2 heads_kv, d) buffer.
+void place_fused(const Case& c, DLDataType dtype, HostTensor* q, HostTensor* k, HostTensor* v) {
+  if (c.seqlen_q != c.seqlen_kv || c.head_dim != c.head_dim_v) {
+    throw std::invalid_argument("layout fused: want seqlen_q = seqlen_kv and d = dv");
+  }
+  const std::int64_t d = c.head_dim;
+  const std::int64_t row = (c.heads_q + 2 * c.heads_kv) * d;
+  const std::int64_t rows = c.seqlen_q * (c.packed() ? 1 : c.batch);
+  const auto buffer =
+      std::make_shared<Buffer>(static_cast<std::size_t>(rows * row * dtype.bits / 8));
+  const auto part = [&](std::int64_t heads, std::int64_t offset) {
+    return c.packed() ? HostTensor(dtype, {c.seqlen_q, heads, d}, {row, d, 1}, buffer, offset)
+                      : HostTensor(dtype, {c.batch, c.seqlen_q, heads, d},
+                                   {c.seqlen_q * row, row, d, 1}, buffer, offset);
+  };
+  *q = part(c.heads_q, 0);
+  *k = part(c.heads_kv, c.heads_q * d);
+  *v = part(c.heads_kv, (c.heads_q + c.heads_kv) * d);
+}
+
+template <class T>
+HostTensor vector_tensor(DLDataType dtype, const std::vector<T>& values) {
+  HostTensor t(dtype, {static_cast<std::int64_t>(values.size())});
+  for (std::size_t n = 0; n < values.size(); ++n) {
+    t.set(static_cast<std::int64_t>(n), static_cast<double>(values[n]));
+  }
+  return t;
+}
+
+// Calls f(flat index of the first element, number of elements) for each head vector of row i of a
+// batch entry.
+template <class F>
+void for_each_head(const HostTensor& t, bool packed, std::int64_t batch_index, std::int64_t i,
+                   F&& f) {
+  const std::vector<std::int64_t>& shape = t.shape();
+  const std::size_t row = packed ? 0 : 1;
+  const std::int64_t size = shape[row + 1] * shape[row + 2];
+  f((batch_index * shape[row] + i) * size, size);
+}
+
+void set_nan(const HostTensor& t, bool packed, std::int64_t batch_index, std::int64_t i) {
+  if (t.given()) {
+    for_each_head(t, packed, batch_index, i, [&](std::int64_t begin, std::int64_t size) {
+      for (std::int64_t e = begin; e < begin + size; ++e) {
+        t.set(e, kNaN);
+      }
+    });
+  }
+}
+
+void set_lse_nan(const HostTensor& t, bool packed, std::int64_t batch_index, std::int64_t i) {
+  if (!t.given()) {
+    return;
+  }
+  const std::vector<std::int64_t>& shape = t.shape();
+  const std::int64_t heads = packed ? shape[0] : shape[1];
+  const std::int64_t rows = packed ? shape[1] : shape[2];
+  for (std::int64_t h = 0; h < heads; ++h) {
+    t.set((batch_index * heads + h) * rows + i, kNaN);
+  }
+}
+
+// Makes NaN what no visible position reads: rows and keys of no sequence, rows that see nothing,
+// keys that no row sees.
+void hide_unread(const Case& c, const CallTensors& t) {
+  const std::int64_t entries = c.packed() ? 1 : c.batch;
+  std::vector<bool> row_read(static_cast<std::size_t>(entries * c.seqlen_q));
+  std::vector<bool> row_has_dlse(row_read.size());
+  std::vector<bool> key_read(static_cast<std::size_t>(entries * c.seqlen_kv));
+  for (const Sequence& s : sequences(c)) {
+    for (std::int64_t i = 0; i < s.band.seqlen_q; ++i) {
+      const auto row = static_cast<std::size_t>(s.batch_index * c.seqlen_q + s.q_begin + i);
+      row_read[row] = !s.band.kv_range(i, i + 1).empty();
+      row_has_dlse[row] = row_read[row] || t.sinks.given();
+    }
+    for (std::int64_t j = 0; j < s.band.seqlen_kv; ++j) {
+      key_read[static_cast<std::size_t>(s.batch_index * c.seqlen_kv + s.kv_begin + j)] =
+          !s.band.q_range(j, j + 1).empty();
+    }
+  }
+  for (std::size_t row = 0; row < row_read.size(); ++row) {
+    const std::int64_t b = static_cast<std::int64_t>(row) / c.seqlen_q;
+    const std::int64_t i = static_cast<std::int64_t>(row) % c.seqlen_q;
+    if (!row_read[row]) {
+      set_nan(t.q, c.packed(), b, i);
+      if (c.layout != Layout::kDoutStride0) {
+        set_nan(t.dout, c.packed(), b, i);
+      }
+    }
+    if (!row_has_dlse[row]) {
+      set_lse_nan(t.dlse, c.packed(), b, i);
+    }
+  }
+  for (std::size_t key = 0; key < key_read.size(); ++key) {
+    if (!key_read[key]) {
+      const std::int64_t b = static_cast<std::int64_t>(key) / c.seqlen_kv;
+      const std::int64_t j = static_cast<std::int64_t>(key) % c.seqlen_kv;
+      set_nan(t.k, c.packed(), b, j);
+      set_nan(t.v, c.packed(), b, j);
+    }
+  }
+}
+
+void fill_sinks(const Case& c, const HostTensor& sinks, std::uint64_t stream) {
+  if (c.sinks.find(':') == std::string::npos && c.sinks != "-inf") {
+    fill(sinks, c.sinks, stream);
+    return;
+  }
+  std::size_t begin = 0;
+  for (std::int64_t h = 0; h < c.heads_q; ++h) {
+    const std::size_t end = std::min(c.sinks.find(':', begin), c.sinks.size());
+    sinks.set(h, std::stod(c.sinks.substr(begin, end - begin)));
+    begin = std::min(end + 1, c.sinks.size());
+    if (begin == c.sinks.size()) {
+      begin = 0;  // a shorter list repeats
+    }
+  }
+}
+
+}  // namespace
+
+fg_tensors CallTensors::c_tensors() {
+  fg_tensors t = FG_TENSORS_INIT;
+  t.q = q.dl();
+  t.k = k.dl();
+  t.v = v.dl();
+  t.out = out.dl();
+  t.lse = lse.dl();
+  t.dout = dout.dl();
+  t.dlse = dlse.dl();
+  t.dq = dq.dl();
+  t.dk = dk.dl();
+  t.dv = dv.dl();
+  t.dsinks = dsinks.dl();
+  t.sinks = sinks.dl();
+  t.cu_seqlens_q = cu_seqlens_q.dl();
+  t.cu_seqlens_kv = cu_seqlens_kv.dl();
+  t.seqused_q = seqused_q.dl();
+  t.seqused_kv = seqused_kv.dl();
+  t.q_offset = q_offset.dl();
+  return t;
+}
+
+std::vector<NamedTensor> CallTensors::inputs() const {
+  return {{"q", &q},
+          {"k", &k},
+          {"v", &v},
+          {"dout", &dout},
+          {"dlse", &dlse},
+          {"sinks", &sinks},
+          {"cu_seqlens_q", &cu_seqlens_q},
+          {"cu_seqlens_kv", &cu_seqlens_kv},
+          {"seqused_q", &seqused_q},
+          {"seqused_kv", &seqused_kv},
+          {"q_offset", &q_offset}};
+}
+
+std::vector<NamedTensor> CallTensors::outputs(fg_pass pass) const {
+  if (pass == FG_FORWARD) {
+    return {{"out", &out}, {"lse", &lse}};
+  }
+  return {{"dq", &dq}, {"dk", &dk}, {"dv", &dv}, {"dsinks", &dsinks}};
+}
+
+std::vector<NamedTensor> CallTensors::all() const {
+  std::vector<NamedTensor> tensors = inputs();
+  for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
+    for (const NamedTensor& t : outputs(pass)) {
+      tensors.push_back(t);
+    }
+  }
+  return tensors;
+}
+
+std::vector<Sequence> sequences(const Case& c) {
+  Problem p;
+  p.packed = c.packed();
+  p.seqlen_q = c.seqlen_q;
+  p.seqlen_kv = c.seqlen_kv;
+  p.mask = c.mask;
+  p.has_seqused_q = !c.seqused_q.empty();
+  p.has_seqused_kv = !c.seqused_kv.empty();
+  p.has_q_offset = !c.q_offset.empty();
+  Args a;
+  a.cu_seqlens_q = c.cu_seqlens_q.data();
+  a.cu_seqlens_kv = c.cu_seqlens_kv.data();
+  a.seqused_q = c.seqused_q.data();
+  a.seqused_kv = c.seqused_kv.data();
+  a.q_offset = c.q_offset.data();
+  std::vector<Sequence> result;
+  for (std::int64_t b = 0; b < c.batch; ++b) {
+    result.push_back(sequence(p, a, b));
+  }
+  return result;
+}
+
+double flops(const Case& c) {
+  double pairs = 0;
+  for (const Sequence& s : sequences(c)) {
+    for (std::int64_t i = 0; i < s.band.seqlen_q; ++i) {
+      pairs += static_cast<double>(s.band.kv_range(i, i + 1).size());
+    }
+  }
+  return pairs * static_cast<double>(c.heads_q * (8 * c.head_dim + 6 * c.head_dim_v));
+}
+
+WorkspaceQuery query_workspace(const Case& c, const std::string& backend) {
+  const Shapes s = shapes_of(c);
+  const auto describe = [](DLDataType dtype, std::vector<std::int64_t> shape) {
+    return std::pair<DLTensor, std::vector<std::int64_t>>{
+        DLTensor{nullptr, {kDLCPU, 0}, static_cast<int>(shape.size()), dtype, nullptr, nullptr, 0},
+        std::move(shape)};
+  };
+  auto q = describe(s.dtype, s.q);
+  auto k = describe(s.dtype, s.k);
+  auto v = describe(s.dtype, s.v);
+  auto out = describe(s.dtype, s.out);
+  auto lse = describe(s.stat_dtype, s.lse);
+  auto dq = describe(s.grad_dtype, s.q);
+  auto dk = describe(s.grad_dtype, s.k);
+  auto dv = describe(s.grad_dtype, s.v);
+  auto cu_q = describe(kInt32, {c.batch + 1});
+  auto cu_kv = describe(kInt32, {c.batch + 1});
+  for (auto* t : {&q, &k, &v, &out, &lse, &dq, &dk, &dv, &cu_q, &cu_kv}) {
+    t->first.shape = t->second.data();
+  }
+  fg_tensors t = FG_TENSORS_INIT;
+  t.q = &q.first;
+  t.k = &k.first;
+  t.v = &v.first;
+  t.out = t.dout = &out.first;
+  t.lse = &lse.first;
+  t.dq = &dq.first;
+  t.dk = &dk.first;
+  t.dv = &dv.first;
+  if (c.packed()) {
+    t.cu_seqlens_q = &cu_q.first;
+    t.cu_seqlens_kv = &cu_kv.first;
+  }
+  fg_options o = make_options(c);
+  o.backend = backend.c_str();
+  WorkspaceQuery query;
+  for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
+    query.status = fg_workspace_size(pass, &t, &o, &query.minimum[pass], &query.preferred[pass]);
+    if (query.status != FG_OK) {
+      query.message = fg_last_error();
+      break;
+    }
+  }
+  return query;
+}
+
+CallTensors make_tensors(const Case& c) {
+  const auto [of_q, of_k, of_v, of_out, of_lse, dtype, grad_dtype, stat_dtype] = shapes_of(c);
+  CallTensors t;
+  if (c.layout == Layout::kFused) {
+    place_fused(c, dtype, &t.q, &t.k, &t.v);
+    place_fused(c, grad_dtype, &t.dq, &t.dk, &t.dv);
+  } else {
+    t.q = place(c, dtype, of_q, 0);
+    t.k = place(c, dtype, of_k, 1);
+    t.v = place(c, dtype, of_v, 2);
+    t.dq = place(c, grad_dtype, of_q, 3);
+    t.dk = place(c, grad_dtype, of_k, 4);
+    t.dv = place(c, grad_dtype, of_v, 5);
+  }
+  t.out = place(c, dtype, of_out, 7);
+  t.lse = place(c, stat_dtype, of_lse, 8);
+  if (c.dout != "none") {
+    t.dout = c.layout == Layout::kDoutStride0 ? expanded(dtype, of_out)
+             : c.layout == Layout::kDoutView  ? every_second_row(dtype, of_out)
+                                              : place(c, dtype, of_out, 9);
+  }
+  if (c.dlse != "none") {
+    t.dlse = place(c, stat_dtype, of_lse, 11);
+  }
+  if (c.sinks != "none") {
+    t.sinks = HostTensor(stat_dtype, {c.heads_q});
+    t.dsinks = HostTensor(stat_dtype, {c.heads_q});
+  }
+  if (!c.wants_dq) {
+    t.dq = {};
+  }
+  if (!c.wants_dk) {
+    t.dk = {};
+  }
+  if (!c.wants_dv) {
+    t.dv = {};
+  }
+  if (c.packed()) {
+    t.cu_seqlens_q = vector_tensor(kInt32, c.cu_seqlens_q);
+    t.cu_seqlens_kv = vector_tensor(kInt32, c.cu_seqlens_kv);
+  }
+  if (!c.seqused_q.empty()) {
+    t.seqused_q = vector_tensor(kInt32, c.seqused_q);
+  }
+  if (!c.seqused_kv.empty()) {
+    t.seqused_kv = vector_tensor(kInt32, c.seqused_kv);
+  }
+  if (!c.q_offset.empty()) {
+    t.q_offset = vector_tensor(kInt64, c.q_offset);
+  }
+
+  const auto stream = [&](std::uint64_t kind) { return mix(c.seed * 16 + kind); };
+  fill(t.q, c.q, stream(0));
+  fill(t.k, c.k, stream(1));
+  fill(t.v, c.v, stream(2));
+  if (t.dout.given()) {
+    fill(t.dout, c.layout == Layout::kDoutStride0 ? "0.75" : c.dout, stream(3));
+  }
+  if (t.dlse.given()) {
+    fill(t.dlse, c.dlse, stream(4));
+  }
+  if (t.sinks.given()) {
+    fill_sinks(c, t.sinks, stream(5));
+  }
+  hide_unread(c, t);
+  return t;
+}
+
+fg_options make_options(const Case& c) {
+  fg_options o = FG_OPTIONS_INIT;
+  o.window_left = c.mask.left;
+  o.window_right = c.mask.right;
+  o.alignment = c.mask.alignment == Alignment::kTopLeft ? FG_TOP_LEFT : FG_BOTTOM_RIGHT;
+  o.scale = c.scale;
+  o.softcap = c.softcap;
+  o.deterministic = c.deterministic ? 1 : 0;
+  o.max_seqlen_q = c.max_seqlen_q;
+  o.max_seqlen_kv = c.max_seqlen_kv;
+  return o;
+}
+
+void* WorkspaceMemory::resize(std::size_t bytes, bool odd) {
+  const std::size_t after = odd ? 1 : 0;
+  const std::size_t room = kGuardBytes + bytes + after;
+  if (buffer_ == nullptr || buffer_->size_bytes() < room) {
+    buffer_ = std::make_shared<Buffer>(room);
+  }
+  begin_ = buffer_->data() + (buffer_->size_bytes() - bytes - after);
+  std::memset(begin_ - kGuardBytes, kGuard, kGuardBytes);
+  return begin_;
+}
+
+bool WorkspaceMemory::guards_intact() const {
+  return begin_ == nullptr || std::all_of(begin_ - kGuardBytes, begin_,
+                                          [](std::byte x) { return x == std::byte{kGuard}; });
+}
+
+PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& options,
+                    Workspace workspace, WorkspaceMemory& memory) {
+  for (const auto& [name, tensor] : tensors.outputs(pass)) {
+    if (tensor->given()) {
+      tensor->poison();
+    }
+  }
+  const fg_tensors t = tensors.c_tensors();
+  PassResult result;
+  result.status =
+      fg_workspace_size(pass, &t, &options, &result.minimum_bytes, &result.preferred_bytes);
+  if (result.status == FG_OK) {
+    const std::size_t extra = result.preferred_bytes - result.minimum_bytes;
+    const std::size_t bytes = result.minimum_bytes + (workspace == Workspace::kMinimum   ? 0
+                                                      : workspace == Workspace::kBetween ? extra / 2
+                                                                                         : extra);
+    void* scratch = memory.resize(bytes, workspace == Workspace::kBetween);
+    const auto begin = std::chrono::steady_clock::now();
+    result.status =
+        (pass == FG_FORWARD ? fg_forward : fg_backward)(&t, &options, scratch, bytes, nullptr);
+    result.seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  if (result.status != FG_OK) {
+    result.message = fg_last_error();
+  }
+  return result;
+}
+
+}  // namespace flashgrad::check

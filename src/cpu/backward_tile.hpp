@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward, the register tiles that hold one kRows (keys) x kWidth (queries) piece of S^T and dP^T:
+//
+//     (1) s = K Q^T                          (2) p = exp(scale * s - lse)
+//         with softcap: t = tanh(scale * s / softcap), p = exp(softcap * t - lse)
+//     (3) dp = V dO^T                        (4) ds = w * (dp - delta + dlse), w = p * (1 - t^2)
+//
+// p and ds leave in the input's precision for the products of backward_block.hpp, w in f32 for (4).
+#pragma once
+
+#include <cstring>
+
+#include "cpu/backward_pack.hpp"
+#include "cpu/micro_kernel.hpp"
+#include "cpu/vector_math.hpp"
+
+namespace flashgrad::cpu {
+
+struct Scores {
+  float scale;      // of the logits, in the unit of the exponent; with softcap: scale / softcap
+  float softcap;    // in the unit of the exponent
+};
+
+// Where one tile is, and which of its queries each key may touch.
+template <class Isa>
+struct Tile {
+  const float* neg_lse;    // of its queries
+  const float* neg_delta;  // likewise
+  Range visible[Isa::kRows];  // per key: its queries, counted from the tile's first
+};
+
+template <class Isa>
+FG_INLINE typename Isa::Mask visible_lanes(const Tile<Isa>& tile, int m, int n, typename Isa::Vec neg_lse) {
+  const std::int64_t first = n * Isa::kLanes;
+  const auto adds = Isa::not_equal(neg_lse, Isa::set1(-std::numeric_limits<float>::infinity()));
+  return Isa::both(Isa::lane_mask(tile.visible[m].begin - first, tile.visible[m].end - first), adds);
+}
+
+template <class Isa>
+FG_INLINE typename Isa::Vec exp_of(typename Isa::Vec x) {
+  if constexpr (Isa::kPair == 1) {
+    return exp2<Isa, 6>(Isa::mul(Isa::min_zero(x), Isa::set1(kLog2E)));
+  } else {
+    return exp2<Isa, 3>(Isa::min_zero(x));
+  }
+}
+
+// (1), (2): P^T to p_rows (kRows rows ld_p units apart), w to weight (ld_weight floats apart; with kPair = 1 and no softcap it is p_rows).
+template <class Isa, bool kMasked, bool kSoftcap>
+[[gnu::noinline]] static void score_tile(const typename Isa::Unit* k_rows, std::ptrdiff_t ld_k, const typename Isa::Unit* q_columns,
+                                         std::ptrdiff_t depth, const Scores& scores, const Tile<Isa>& tile, typename Isa::Unit* p_rows,
+                                         std::ptrdiff_t ld_p, float* weight, std::ptrdiff_t ld_weight) {
+  using Vec = typename Isa::Vec;
+  constexpr int kM = Isa::kRows;
+  constexpr int kN = Isa::kVecs;
+  Vec acc[kM][kN];
+  multiply<Isa, kM, kN, false>(k_rows, ld_k, q_columns, depth, acc);
+  const Vec scale = Isa::set1(scores.scale);
+  FG_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    const Vec neg_lse = Isa::load(tile.neg_lse + n * Isa::kLanes);
+    FG_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      Vec p;
+      Vec w;
+      if constexpr (kSoftcap) {
+        const Vec t = tanh<Isa>(Isa::mul(acc[m][n], scale));
+        p = exp_of<Isa>(Isa::fma(t, Isa::set1(scores.softcap), neg_lse));
+        w = Isa::mul(p, Isa::sub(Isa::set1(1.F), Isa::mul(t, t)));
+      } else {
+        p = exp_of<Isa>(Isa::fma(acc[m][n], scale, neg_lse));
+        w = p;
+      }
+      if constexpr (kMasked) {
+        const auto lanes = visible_lanes<Isa>(tile, m, n, neg_lse);
+        p = Isa::keep(lanes, p);
+        w = Isa::keep(lanes, w);
+      }
+      acc[m][n] = p;
+      if constexpr (kSoftcap || Isa::kPair == 2) {
+        Isa::store(weight + m * ld_weight + n * Isa::kLanes, w);
+      }
+      if constexpr (Isa::kPair == 1) {
+        Isa::store(p_rows + m * ld_p + n * Isa::kLanes, p);
+      }
+    }
+  }
+  if constexpr (Isa::kPair == 2) {
+    FG_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      FG_UNROLL
+      for (int n = 0; n < kN; n += 2) {
+        Isa::store_units(p_rows + m * ld_p + n / 2 * Isa::kLanes, Isa::narrow(acc[m][n], acc[m][n + 1]));
+      }
+    }
+  }
+}
+
+// (3), (4): dS^T to ds_rows, and with kPair = 2 also to ds_pairs with the keys interleaved.
+template <class Isa, bool kMasked>
+[[gnu::noinline]] static void gradient_tile(const typename Isa::Unit* v_rows, std::ptrdiff_t ld_v, const typename Isa::Unit* dout_columns,
+                                            std::ptrdiff_t depth, const Tile<Isa>& tile, const float* weight, std::ptrdiff_t ld_weight,
+                                            typename Isa::Unit* ds_rows, std::ptrdiff_t ld_ds, typename Isa::Unit* ds_pairs) {
+  using Vec = typename Isa::Vec;
+  constexpr int kM = Isa::kRows;
+  constexpr int kN = Isa::kVecs;
+  Vec acc[kM][kN];
+  multiply<Isa, kM, kN, false>(v_rows, ld_v, dout_columns, depth, acc);
+  FG_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    const Vec neg_delta = Isa::load(tile.neg_delta + n * Isa::kLanes);
+    FG_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      Vec ds = Isa::mul(Isa::add(acc[m][n], neg_delta), Isa::load(weight + m * ld_weight + n * Isa::kLanes));
+      if constexpr (kMasked) {  // w is 0 there, but dp may be NaN
+        ds = Isa::keep(visible_lanes<Isa>(tile, m, n, Isa::load(tile.neg_lse + n * Isa::kLanes)), ds);
+      }
+      acc[m][n] = ds;
+      if constexpr (Isa::kPair == 1) {
+        Isa::store(ds_rows + m * ld_ds + n * Isa::kLanes, ds);
+      }
+    }
+  }
+  if constexpr (Isa::kPair == 2) {
+    FG_UNROLL
+    for (int m = 0; m < kM; m += 2) {
+      FG_UNROLL
+      for (int n = 0; n < kN; n += 2) {
+        const auto even = Isa::narrow(acc[m][n], acc[m][n + 1]);
+        const auto odd = Isa::narrow(acc[m + 1][n], acc[m + 1][n + 1]);
+        Isa::store_units(ds_rows + m * ld_ds + n / 2 * Isa::kLanes, even);
+        Isa::store_units(ds_rows + (m + 1) * ld_ds + n / 2 * Isa::kLanes, odd);
+        typename Isa::UnitVec lo;
+        typename Isa::UnitVec hi;
+        Isa::interleave(even, odd, lo, hi);
+        Isa::store_units(ds_pairs + m / 2 * kLdPairs<Isa> + n * Isa::kLanes, lo);
+        Isa::store_units(ds_pairs + m / 2 * kLdPairs<Isa> + (n + 1) * Isa::kLanes, hi);
+      }
+    }
+  }
+}
+
+// A tile that the mask empties.
+template <class Isa>
+FG_INLINE void zero_tile(typename Isa::Unit* p_rows, typename Isa::Unit* ds_rows, typename Isa::Unit* ds_pairs) {
+  using Unit = typename Isa::Unit;
+  constexpr std::size_t kRowBytes = sizeof(Unit) * static_cast<std::size_t>(kWidth<Isa> / Isa::kPair);
+  for (int m = 0; m < Isa::kRows; ++m) {
+    std::memset(p_rows + m * kLdP<Isa>, 0, kRowBytes);
+    std::memset(ds_rows + m * kLdP<Isa>, 0, kRowBytes);
+  }
+  if constexpr (Isa::kPair == 2) {
+    for (int m = 0; m < Isa::kRows / 2; ++m) {
+      std::memset(ds_pairs + m * kLdPairs<Isa>, 0, sizeof(Unit) * kWidth<Isa>);
+    }
+  }
+}
+
+}  // namespace flashgrad::cpu

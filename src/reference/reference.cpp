@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs reference.hpp over whole problems. Every element of every output is computed by one thread
+// in one order, so the bits do not depend on the number of threads, and no workspace is needed.
+#include "reference/reference.hpp"
+
+#include <algorithm>
+
+#include "reference/reference_backend.hpp"
+
+namespace flashgrad {
+namespace {
+
+using reference::Block;
+using reference::Head;
+using reference::kBlock;
+using Exact = reference::Formula<double>;
+
+// A block of consecutive rows or keys [begin, end) as the list that reference.hpp takes.
+struct Consecutive {
+  std::array<std::int64_t, kBlock> index;
+  int size = 0;
+
+  Consecutive(std::int64_t begin, std::int64_t end) {
+    for (std::int64_t x = begin; x < end && size < kBlock; ++x) {
+      index[static_cast<std::size_t>(size++)] = x;
+    }
+  }
+};
+
+void store_row(const Tensor& t, std::int64_t offset, std::int64_t size, const double* row) {
+  for (std::int64_t c = 0; c < size; ++c) {
+    store_f64(t.data, t.dtype, offset + c * t.dim_stride, row[c]);
+  }
+}
+
+void fill_rows(const Tensor& t, std::int64_t batch_index, Range rows, std::int64_t heads,
+               std::int64_t size, double value) {
+  for (std::int64_t i = rows.begin; i < rows.end; ++i) {
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const std::int64_t offset = t.offset(batch_index, i, h);
+      for (std::int64_t c = 0; c < size; ++c) {
+        store_f64(t.data, t.dtype, offset + c * t.dim_stride, value);
+      }
+    }
+  }
+}
+
+const char* detail() { return "float64 textbook formulas"; }
+
+bool available() { return true; }
+
+Status supports(const Problem& p, Pass /*pass*/) {
+  if (p.device_type != DeviceType::kCpu) {
+    return unsupported("tensors are on a GPU, want CPU tensors");
+  }
+  return {};
+}
+
+WorkspaceSize workspace_size(const Problem& /*problem*/, Pass /*pass*/) { return {}; }
+
+Status forward(const Problem& p, const Args& a) {
+  const Exact f(p);
+  for_each_unused_q(p, a, [&](std::int64_t batch_index, Range rows) {
+    fill_rows(a.out, batch_index, rows, p.heads_q, p.head_dim_v, 0);
+    if (a.lse) {
+      fill_rows(a.lse, batch_index, rows, p.heads_q, 1, -std::numeric_limits<double>::infinity());
+    }
+  });
+#pragma omp parallel num_threads(p.num_threads)
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    const Sequence s = sequence(p, a, b);
+#pragma omp for collapse(2) schedule(dynamic) nowait
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      for (std::int64_t begin = 0; begin < s.band.seqlen_q; begin += kBlock) {
+        const Head head{p, a, s, h};
+        const Consecutive rows(begin, s.band.seqlen_q);
+        Block<double> out;
+        std::array<double, kBlock> lse;
+        reference::forward_rows(f, head, rows.index.data(), rows.size, out, lse);
+        for (int r = 0; r < rows.size; ++r) {
+          store_row(a.out, head.q(a.out, begin + r), p.head_dim_v, out[r].data());
+          if (a.lse) {
+            store_row(a.lse, head.q(a.lse, begin + r), 1, &lse[r]);
+          }
+        }
+      }
+    }
+  }
+  return {};
+}
+
+Status backward(const Problem& p, const Args& a) {
+  const Exact f(p);
+  for_each_unused_q(p, a, [&](std::int64_t batch_index, Range rows) {
+    if (a.dq) {
+      fill_rows(a.dq, batch_index, rows, p.heads_q, p.head_dim, 0);
+    }
+  });
+  for_each_unused_kv(p, a, [&](std::int64_t batch_index, Range keys) {
+    if (a.dk) {
+      fill_rows(a.dk, batch_index, keys, p.heads_kv, p.head_dim, 0);
+    }
+    if (a.dv) {
+      fill_rows(a.dv, batch_index, keys, p.heads_kv, p.head_dim_v, 0);
+    }
+  });
+#pragma omp parallel num_threads(p.num_threads)
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    const Sequence s = sequence(p, a, b);
+#pragma omp for collapse(2) schedule(dynamic) nowait
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      for (std::int64_t begin = 0; begin < (a.dq ? s.band.seqlen_q : 0); begin += kBlock) {
+        const Head head{p, a, s, h};
+        const Consecutive rows(begin, s.band.seqlen_q);
+        Block<double> dq;
+        reference::backward_rows(f, head, rows.index.data(), rows.size, dq);
+        for (int r = 0; r < rows.size; ++r) {
+          store_row(a.dq, head.q(a.dq, begin + r), p.head_dim, dq[r].data());
+        }
+      }
+    }
+#pragma omp for collapse(2) schedule(dynamic) nowait
+    for (std::int64_t h = 0; h < p.heads_kv; ++h) {
+      for (std::int64_t begin = 0; begin < (a.dk || a.dv ? s.band.seqlen_kv : 0); begin += kBlock) {
+        const Head head{p, a, s, h * p.group()};
+        const Consecutive keys(begin, s.band.seqlen_kv);
+        Block<double> dk;
+        Block<double> dv;
+        reference::backward_keys(f, head, keys.index.data(), keys.size, dk, dv);
+        for (int c = 0; c < keys.size; ++c) {
+          if (a.dk) {
+            store_row(a.dk, head.kv(a.dk, begin + c), p.head_dim, dk[c].data());
+          }
+          if (a.dv) {
+            store_row(a.dv, head.kv(a.dv, begin + c), p.head_dim_v, dv[c].data());
+          }
+        }
+      }
+    }
+  }
+  if (a.dsinks != nullptr) {
+    const DType dtype = p.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+#pragma omp parallel for num_threads(p.num_threads)
+    for (std::int64_t h = 0; h < p.heads_q; ++h) {
+      double sum = 0;
+      for (std::int64_t b = 0; b < p.batch; ++b) {
+        sum += reference::backward_sink(f, Head{p, a, sequence(p, a, b), h});
+      }
+      store_f64(a.dsinks, dtype, h, sum);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+const Backend reference_backend{"reference",    detail,  available, supports,
+                                workspace_size, forward, backward};
+
+}  // namespace flashgrad

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// The program: shared checks, what runs on what, and the message of a crash.
+#include "conformance.hpp"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+
+namespace flashgrad::check {
+namespace {
+
+// The oracle computes no more than this for a case; over it, a sample.
+constexpr double kOracleFlops = 1e9;
+
+// The command that repeats the running case, for the handler of a crash.
+std::array<char, 2000> current_case;
+
+void on_crash(int signal) {
+  constexpr const char* kText = "\ncrashed in: ";
+  (void)!write(STDERR_FILENO, kText, std::strlen(kText));
+  (void)!write(STDERR_FILENO, current_case.data(), std::strlen(current_case.data()));
+  (void)!write(STDERR_FILENO, "\n", 1);
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+
+std::string text_of(const CaseResult& r) {
+  std::string text = r.message;
+  for (const OutputResult& o : r.outputs) {
+    if (!o.ok) {
+      text += "\n  " + o.name + ": error " + std::to_string(o.error) + ", bound " +
+              std::to_string(o.bound) + "; " + o.reason;
+    }
+  }
+  return text;
+}
+
+bool all_finite(const HostTensor& t) {
+  for (std::int64_t n = 0; t.given() && n < t.num_elements(); ++n) {
+    if (!std::isfinite(t.get(n))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void check_result(const CaseResult& r, const CallTensors& t, const Expectation& expectation) {
+  if (!expectation.finite_gradients) {
+    EXPECT_TRUE(r.ok()) << text_of(r);
+    return;
+  }
+  EXPECT_TRUE(r.status == FG_OK && r.message.empty()) << r.message;
+  for (const OutputResult& o : r.outputs) {
+    if (o.name == "out" || o.name == "lse") {
+      EXPECT_TRUE(o.ok) << text_of(r);
+    }
+  }
+  EXPECT_TRUE(all_finite(t.dq) && all_finite(t.dk) && all_finite(t.dv));
+}
+
+}  // namespace
+
+Announce::Announce(const Case& c) : trace_(__FILE__, __LINE__, command_line(c)) {
+  const std::string text = command_line(c);
+  std::snprintf(current_case.data(), current_case.size(), "%s", text.c_str());
+}
+
+Announce::~Announce() { current_case[0] = '\0'; }
+
+Bits bits_of(const CallTensors& tensors) {
+  Bits bits;
+  for (const HostTensor* t :
+       {&tensors.out, &tensors.lse, &tensors.dq, &tensors.dk, &tensors.dv, &tensors.dsinks}) {
+    bits.push_back(t->given() ? t->digest() : 0);
+  }
+  return bits;
+}
+
+std::vector<Target> affordable(const Case& c) {
+  const double cost = flops(c);
+  std::vector<Target> result;
+  for (const Target& target : targets()) {
+    if (cost <= target.max_flops) {
+      result.push_back(target);
+    }
+  }
+  return result;
+}
+
+void expect_right(const Case& c, const Expectation& expectation) {
+  const Announce announce(c);
+  CaseRunner runner(c, kOracleFlops);
+  int ran = 0;
+  for (const Target& target : affordable(c)) {
+    const UseTarget use(target);
+    const testing::ScopedTrace trace(__FILE__, __LINE__, target.name());
+    RunOptions options;
+    options.backend = target.backend;
+    options.num_threads = 2;
+    const CaseResult first = runner.run(options);
+    if (first.status == FG_UNSUPPORTED) {
+      continue;
+    }
+    ++ran;
+    check_result(first, runner.tensors(), expectation);
+    if (first.status != FG_OK) {
+      continue;
+    }
+    const Bits bits = bits_of(runner.tensors());
+    for (const int threads : {1, 3}) {
+      options.num_threads = threads;
+      runner.run(options, false);
+      EXPECT_EQ(bits_of(runner.tensors()), bits) << threads << " threads give other bits than 2";
+    }
+    if (!first.takes_less_workspace) {
+      continue;
+    }
+    for (const Workspace workspace : {Workspace::kMinimum, Workspace::kBetween}) {
+      options.workspace = workspace;
+      options.num_threads = 2;
+      const testing::ScopedTrace with(
+          __FILE__, __LINE__,
+          workspace == Workspace::kMinimum ? "minimum workspace" : "workspace between");
+      check_result(runner.run(options), runner.tensors(), expectation);
+    }
+  }
+  EXPECT_GT(ran, 0) << "no target ran this case";
+}
+
+Bits run_bits(const Case& c, const Target& target, int num_threads) {
+  const Announce announce(c);
+  const UseTarget use(target);
+  CaseRunner runner(c);
+  RunOptions options;
+  options.backend = target.backend;
+  options.num_threads = num_threads;
+  const CaseResult result = runner.run(options, false);
+  EXPECT_TRUE(result.ok()) << target.name() << ": " << result.message;
+  return bits_of(runner.tensors());
+}
+
+namespace {
+
+void print_what_runs() {
+  std::printf("targets:");
+  for (const Target& target : targets()) {
+    std::printf(" [%s, cases up to %.0e operations]", target.name().c_str(), target.max_flops);
+  }
+  std::printf("\n");
+  for (const std::string& text : untested()) {
+    std::printf("untested: %s\n", text.c_str());
+  }
+  for (const TableEntry& entry : table()) {
+    if (!entry.not_on_a_cpu.empty()) {
+      std::printf("GPU only: %s (%s)\n", entry.id.c_str(), entry.not_on_a_cpu.c_str());
+    } else if (!entry.shrunk.empty()) {
+      std::printf("shrunk for a CPU: %s (%s)\n", entry.id.c_str(), entry.shrunk.c_str());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashgrad::check
+
+int main(int argc, char** argv) {
+  // Waiting threads give way: the machine may have fewer cores than the tests use threads.
+  setenv("OMP_WAIT_POLICY", "passive", 0);
+  testing::InitGoogleTest(&argc, argv);
+  if (!testing::GTEST_FLAG(list_tests)) {
+    for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGABRT, SIGILL}) {
+      std::signal(signal, flashgrad::check::on_crash);
+    }
+    flashgrad::check::print_what_runs();
+  }
+  return RUN_ALL_TESTS();
+}

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the conformance tests share: a case on every target, in several thread counts and
+// workspaces.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "check/check.hpp"
+#include "targets.hpp"
+
+namespace flashgrad::check {
+
+// Remembers the case for the message of a crash, and prints it with each failure.
+class Announce {
+ public:
+  explicit Announce(const Case& c);
+  ~Announce();
+  Announce(const Announce&) = delete;
+  Announce& operator=(const Announce&) = delete;
+
+ private:
+  testing::ScopedTrace trace_;
+};
+
+// The digests of out, lse, dq, dk, dv, dsinks; 0 for absent ones.
+using Bits = std::vector<std::uint64_t>;
+Bits bits_of(const CallTensors& tensors);
+
+struct Expectation {
+  // Gradients need only be finite, as where p may be wrong because the logits are beyond f32.
+  bool finite_gradients = false;
+};
+
+// Runs the case on every target that can afford it: with 2 threads against the oracle; with 1 and 3
+// threads for the same bits; with the least workspace and one between against the oracle.
+void expect_right(const Case& c, const Expectation& expectation = {});
+
+// The bits that a target gives a case, after checking that the calls succeed.
+Bits run_bits(const Case& c, const Target& target, int num_threads = 2);
+
+// The targets that can afford the case.
+std::vector<Target> affordable(const Case& c);
+
+}  // namespace flashgrad::check

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// The same bits: run after run on a workspace that other shapes have left dirty, and for a sequence
+// whatever else is in its batch.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "conformance.hpp"
+
+namespace flashgrad::check {
+namespace {
+
+struct Running {
+  Case spec;
+  CallTensors tensors;
+  Bits bits;
+};
+
+// Repeats the cases in turn on one workspace, so that each finds what the others left.
+void expect_repeatable(const std::vector<Case>& cases, int repeats) {
+  for (const Target& target : targets()) {
+    const UseTarget use(target);
+    WorkspaceMemory memory;
+    std::vector<Running> running;
+    for (const Case& c : cases) {
+      if (flops(c) * repeats <= target.max_flops) {
+        running.push_back({c, make_tensors(c), {}});
+      }
+    }
+    for (int n = 0; n < repeats; ++n) {
+      for (Running& r : running) {
+        const Announce announce(r.spec);
+        fg_options o = make_options(r.spec);
+        o.backend = target.backend.c_str();
+        o.num_threads = 1 + n % 4;
+        for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
+          const PassResult result = run_pass(pass, r.tensors, o, Workspace::kPreferred, memory);
+          ASSERT_EQ(result.status, FG_OK) << result.message;
+        }
+        const Bits bits = bits_of(r.tensors);
+        ASSERT_TRUE(r.bits.empty() || r.bits == bits)
+            << target.name() << " gave other bits in repeat " << n;
+        r.bits = bits;
+      }
+    }
+  }
+}
+
+TEST(Determinism, OddLengths) { expect_repeatable(find_cases("odd_lengths_race"), 25); }
+
+TEST(Determinism, ManyRepeats) {
+  Case c = find_cases("determinism").front();
+  c.id.clear();
+  c.batch = 1;
+  c.heads_q = c.heads_kv = 2;
+  Case other = c;
+  other.seqlen_q = other.seqlen_kv = 130;
+  other.dtype = DType::kBF16;
+  expect_repeatable({c, other}, 100);
+}
+
+TEST(Determinism, DirtyWorkspaceOfOtherShapes) {
+  std::vector<Case> cases = find_cases("determinism_gqa_dirty_semaphores");
+  for (const Case& c : find_cases("determinism_window_idle_blocks")) {
+    cases.push_back(c);
+  }
+  cases.push_back(find_cases("varlen_more_q_than_k").front());
+  cases.push_back(find_cases("one_by_one").front());
+  expect_repeatable(cases, 6);
+}
+
+// Rows [begin, begin + count) of a tensor (rows, heads, dim), or those of lse (heads, rows).
+std::vector<double> rows_of(const HostTensor& t, std::int64_t begin, std::int64_t count) {
+  std::vector<double> values;
+  const std::int64_t width = t.shape()[1] * t.shape()[2];
+  for (std::int64_t n = begin * width; n < (begin + count) * width; ++n) {
+    values.push_back(t.get(n));
+  }
+  return values;
+}
+
+void copy_rows(const HostTensor& from, std::int64_t from_row, const HostTensor& to,
+               std::int64_t to_row, std::int64_t count) {
+  const std::size_t row = to.shape().size() - 3;
+  const std::int64_t width = to.shape()[row + 1] * to.shape()[row + 2];
+  for (std::int64_t n = 0; n < count * width; ++n) {
+    to.set(to_row * width + n, from.get(from_row * width + n));
+  }
+}
+
+// A sequence has the same gradients alone, packed with others and in a fixed-length batch.
+TEST(Determinism, BatchInvariance) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    Case packed = parse_shape("hq=4,hkv=2,cu_q=0:300:813:820,cu_kv=0:700:1213:1300,d=64,dv=40");
+    packed.dtype = dtype;
+    packed.deterministic = true;
+    packed.mask.right = 0;
+    Case alone = parse_shape("hq=4,hkv=2,sq=513,sk=513,d=64,dv=40");
+    alone.dtype = dtype;
+    alone.deterministic = true;
+    alone.mask.right = 0;
+    Case batch = alone;
+    batch.batch = 3;
+    for (const Target& target : targets()) {
+      SCOPED_TRACE(target.name());
+      const UseTarget use(target);
+      WorkspaceMemory memory;
+      const auto run = [&](const Case& c, CallTensors& t) {
+        const Announce announce(c);
+        fg_options o = make_options(c);
+        o.backend = target.backend.c_str();
+        for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
+          const PassResult r = run_pass(pass, t, o, Workspace::kPreferred, memory);
+          EXPECT_EQ(r.status, FG_OK) << r.message;
+        }
+      };
+      CallTensors in_pack = make_tensors(packed);
+      CallTensors single = make_tensors(alone);
+      CallTensors in_batch = make_tensors(batch);
+      // The second sequence of the pack, alone and as the second entry of a batch.
+      const auto copy = [&](const HostTensor& from, std::int64_t from_row, const HostTensor& one,
+                            const HostTensor& many) {
+        copy_rows(from, from_row, one, 0, 513);
+        copy_rows(from, from_row, many, 513, 513);
+      };
+      copy(in_pack.q, 300, single.q, in_batch.q);
+      copy(in_pack.k, 700, single.k, in_batch.k);
+      copy(in_pack.v, 700, single.v, in_batch.v);
+      copy(in_pack.dout, 300, single.dout, in_batch.dout);
+      run(packed, in_pack);
+      run(alone, single);
+      run(batch, in_batch);
+      const auto same = [&](const char* name, const HostTensor& p, std::int64_t row,
+                            const HostTensor& s, const HostTensor& b) {
+        std::vector<double> want = rows_of(p, row, 513);
+        const std::int64_t width = s.shape()[2] * s.shape()[3];
+        std::int64_t differ_alone = 0;
+        std::int64_t differ_batch = 0;
+        for (std::int64_t n = 0; n < 513 * width; ++n) {
+          differ_alone += s.get(n) != want[static_cast<std::size_t>(n)] ? 1 : 0;
+          differ_batch += b.get(513 * width + n) != want[static_cast<std::size_t>(n)] ? 1 : 0;
+        }
+        EXPECT_EQ(differ_alone, 0) << name << " alone, of " << 513 * width;
+        EXPECT_EQ(differ_batch, 0) << name << " in a batch, of " << 513 * width;
+      };
+      same("out", in_pack.out, 300, single.out, in_batch.out);
+      same("dq", in_pack.dq, 300, single.dq, in_batch.dq);
+      same("dk", in_pack.dk, 700, single.dk, in_batch.dk);
+      same("dv", in_pack.dv, 700, single.dv, in_batch.dv);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashgrad::check

@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the `right` sentences of the table say besides "matches the oracle": exact values, equal
+// bits, independence. One test per id.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "conformance.hpp"
+
+namespace flashgrad::check {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+Case case_of(const char* id) { return find_cases(id).front(); }
+
+// Forward and backward of a case on one target, its tensors open to changes between the calls.
+class Session {
+ public:
+  Session(Case c, const Target& target)
+      : announce_(c), case_(std::move(c)), target_(target), use_(target), t_(make_tensors(case_)) {}
+
+  void forward() { run(FG_FORWARD); }
+  void backward() { run(FG_BACKWARD); }
+  [[nodiscard]] CallTensors& t() { return t_; }
+  [[nodiscard]] Bits bits() const { return bits_of(t_); }
+
+ private:
+  void run(fg_pass pass) {
+    fg_options o = make_options(case_);
+    o.backend = target_.backend.c_str();
+    o.num_threads = 2;
+    const PassResult r = run_pass(pass, t_, o, Workspace::kPreferred, memory_);
+    EXPECT_EQ(r.status, FG_OK) << target_.name() << ": " << r.message;
+  }
+
+  Announce announce_;
+  Case case_;
+  Target target_;
+  UseTarget use_;
+  CallTensors t_;
+  WorkspaceMemory memory_;
+};
+
+// Calls f(session) on each target after forward and backward.
+template <class F>
+void on_each_target(const Case& c, F&& f) {
+  for (const Target& target : affordable(c)) {
+    SCOPED_TRACE(target.name());
+    Session s(c, target);
+    s.forward();
+    s.backward();
+    f(s);
+  }
+}
+
+void expect_all(const HostTensor& t, const char* what, bool (*good)(double)) {
+  for (std::int64_t n = 0; t.given() && n < t.num_elements(); ++n) {
+    if (!good(t.get(n))) {
+      ADD_FAILURE() << what << " element " << n << ": " << t.get(n);
+      return;
+    }
+  }
+}
+
+bool is_zero(double x) { return x == 0; }
+bool is_finite(double x) { return std::isfinite(x); }
+
+void expect_finite(const CallTensors& t) {
+  expect_all(t.out, "out", is_finite);
+  expect_all(t.lse, "lse", [](double x) { return std::isfinite(x) || x == -kInf; });
+  expect_all(t.dq, "dq", is_finite);
+  expect_all(t.dk, "dk", is_finite);
+  expect_all(t.dv, "dv", is_finite);
+}
+
+// Two cases that must have the same bits on every target.
+void expect_same_bits(const Case& a, const Case& b) {
+  for (const Target& target : affordable(a)) {
+    EXPECT_EQ(run_bits(a, target), run_bits(b, target)) << target.name();
+  }
+}
+
+TEST(Right, Finite) {
+  for (const TableEntry& entry : table()) {
+    if (entry.right.find("finite") == std::string::npos) {
+      continue;
+    }
+    SCOPED_TRACE(entry.id);
+    for (const Case& c : entry.cases) {
+      if (entry.id != "nan_in_masked_key") {
+        on_each_target(c, [](Session& s) { expect_finite(s.t()); });
+      }
+    }
+  }
+}
+
+TEST(Right, OneKey) {
+  on_each_target(case_of("one_key"), [](Session& s) {
+    for (std::int64_t n = 0; n < 16; ++n) {
+      EXPECT_EQ(s.t().dv.get(n), s.t().dout.get(n));
+      EXPECT_NEAR(s.t().dq.get(n), 0, 1e-5);
+      EXPECT_NEAR(s.t().dk.get(n), 0, 1e-5);
+    }
+  });
+}
+
+TEST(Right, StridesOfDoutAreItsOwn) {
+  for (const char* id : {"stride_of_dout_is_its_own", "every_tensor_own_strides", "fused_qkv_views",
+                         "size1_dim_any_stride"}) {
+    const Case strided = case_of(id);
+    Case contiguous = strided;
+    contiguous.layout = Layout::kCompact;
+    expect_same_bits(strided, contiguous);
+  }
+  Case small = case_of("stride0_dout");
+  small.seqlen_kv = 4096;
+  Case contiguous = small;
+  contiguous.layout = Layout::kCompact;
+  contiguous.dout = "0.75";
+  expect_same_bits(small, contiguous);
+}
+
+TEST(Right, HugeWindowIsNoWindow) {
+  for (const Case& c : find_cases("window_right_huge")) {
+    Case full = c;
+    full.mask = {};
+    expect_same_bits(c, full);
+  }
+  Case c = case_of("window_right_huge");
+  c.mask = {std::int64_t{1} << 31, INT64_MAX};
+  Case full = c;
+  full.mask = {};
+  expect_same_bits(c, full);
+}
+
+TEST(Right, WindowEqualsCausal) {
+  const Case window = case_of("window_equals_causal");
+  Case causal = window;
+  causal.mask.left = kUnbounded;
+  expect_same_bits(window, causal);
+}
+
+TEST(Right, NoWindowIsFullAndLiteralMinusOneIsEmpty) {
+  Case c = case_of("no_window");
+  EXPECT_EQ(c.mask, BandMask{});  // the table's notation
+  c.mask = {-1, -1};              // this library's
+  on_each_target(c, [](Session& s) {
+    expect_all(s.t().out, "out", is_zero);
+    expect_all(s.t().lse, "lse", [](double x) { return x == -kInf; });
+    expect_all(s.t().dq, "dq", is_zero);
+    expect_all(s.t().dk, "dk", is_zero);
+    expect_all(s.t().dv, "dv", is_zero);
+  });
+}
+
+// Infinite of either sign, the lse of an empty row means the same to backward.
+TEST(Right, LseOfEmptyRows) {
+  const Case c = case_of("lse_of_empty_rows");
+  on_each_target(c, [&](Session& s) {
+    const Bits bits = s.bits();
+    int empty = 0;
+    for (std::int64_t n = 0; n < s.t().lse.num_elements(); ++n) {
+      if (s.t().lse.get(n) == -kInf) {
+        s.t().lse.set(n, kInf);
+        ++empty;
+      }
+    }
+    EXPECT_EQ(empty, c.heads_q * (c.seqlen_q - c.seqlen_kv));
+    s.backward();
+    Bits again = s.bits();
+    again[1] = bits[1];  // lse was changed here
+    EXPECT_EQ(again, bits);
+  });
+}
+
+TEST(Right, OneHugeKey) {
+  on_each_target(case_of("one_huge_key"), [](Session& s) {
+    for (std::int64_t n = 0; n < 64; ++n) {
+      EXPECT_EQ(s.t().out.get(n), s.t().v.get(n));
+    }
+  });
+}
+
+TEST(Right, EmptyDims) {
+  for (const Case& c : find_cases("empty_dims")) {
+    on_each_target(c, [](Session& s) {
+      expect_all(s.t().out, "out", is_zero);
+      expect_all(s.t().lse, "lse", [](double x) { return x == -kInf; });
+      expect_all(s.t().dq, "dq", is_zero);
+      expect_all(s.t().dk, "dk", is_zero);
+      expect_all(s.t().dv, "dv", is_zero);
+    });
+  }
+}
+
+TEST(Right, KeysOfEmptyQuerySequences) {
+  on_each_target(case_of("varlen_gqa_256_zero_q"), [](Session& s) {
+    for (const HostTensor* t : {&s.t().dk, &s.t().dv}) {
+      for (std::int64_t j = 0; j < 8192; ++j) {
+        const bool seen = j >= 2538 && j < 5120;
+        EXPECT_EQ(t->get(j * 256 + 17) != 0, seen) << j;
+      }
+    }
+  });
+}
+
+TEST(Right, SinkOnlyRow) {
+  const Case c = case_of("sink_only_row");
+  on_each_target(c, [&](Session& s) {
+    for (std::int64_t h = 0; h < 4; ++h) {
+      for (std::int64_t i = 0; i < 64; ++i) {  // batch 0 has no keys
+        EXPECT_EQ(s.t().lse.get(h * 64 + i), s.t().sinks.get(h));
+        EXPECT_EQ(s.t().out.get((i * 4 + h) * 64), 0);
+      }
+    }
+  });
+}
+
+TEST(Right, NanInQuery) {
+  const Case c = case_of("nan_in_query");
+  on_each_target(c, [&](Session& s) {
+    CallTensors& t = s.t();
+    std::int64_t at = -1;
+    for (std::int64_t n = 0; n < t.q.num_elements(); ++n) {
+      if (std::isnan(t.q.get(n))) {
+        EXPECT_EQ(at, -1);
+        at = n;
+      }
+    }
+    const std::int64_t head = at / 8 % 4;
+    const std::int64_t row = at / 8 / 4;  // counted over the batch
+    for (std::int64_t n = 0; n < t.q.num_elements(); ++n) {
+      const std::int64_t h = n / 8 % 4;
+      const std::int64_t i = n / 8 / 4;
+      EXPECT_EQ(std::isnan(t.out.get(n)), h == head && i == row) << n;
+      EXPECT_EQ(std::isnan(t.dq.get(n)), h == head && i == row) << n;
+      EXPECT_EQ(std::isnan(t.dk.get(n)), h == head && i / 16 == row / 16) << n;
+      EXPECT_EQ(std::isnan(t.dv.get(n)), h == head && i / 16 == row / 16) << n;
+    }
+    for (std::int64_t n = 0; n < t.lse.num_elements(); ++n) {
+      EXPECT_EQ(std::isnan(t.lse.get(n)),
+                n / 16 % 4 == head && n / 64 == row / 16 && n % 16 == row % 16)
+          << n;
+    }
+  });
+}
+
+TEST(Right, NanInMaskedKey) {
+  on_each_target(case_of("nan_in_masked_key"), [](Session& s) {
+    EXPECT_TRUE(std::isnan(s.t().k.get(15 * 8)));
+    expect_finite(s.t());
+    for (std::int64_t n = 12 * 8; n < 16 * 8; ++n) {
+      EXPECT_EQ(s.t().dk.get(n), 0);
+      EXPECT_EQ(s.t().dv.get(n), 0);
+    }
+  });
+}
+
+// The others keep their bits when one of dq, dk, dv is not wanted.
+TEST(Right, SkipFrozen) {
+  const std::vector<Case> cases = find_cases("skip_frozen");
+  for (const Target& target : targets()) {
+    const Bits all = run_bits(cases.front(), target);
+    for (const Case& c : cases) {
+      const Bits bits = run_bits(c, target);
+      for (std::size_t n = 0; n < bits.size(); ++n) {
+        EXPECT_TRUE(bits[n] == 0 || bits[n] == all[n]) << target.name() << ", " << command_line(c);
+      }
+    }
+  }
+}
+
+TEST(Right, LseGradient) {
+  const std::vector<Case> cases = find_cases("lse_gradient");
+  on_each_target(cases.at(1), [](Session& s) { expect_all(s.t().dv, "dv", is_zero); });
+  Case without = cases.at(2);
+  without.dlse = "none";
+  expect_same_bits(cases.at(2), without);
+}
+
+// out of a row does not move when keys after it do.
+TEST(Right, WindowNeverSeesTheFuture) {
+  on_each_target(case_of("window_future"), [](Session& s) {
+    constexpr std::int64_t kRow = 40;
+    std::vector<double> before;
+    for (std::int64_t n = 0; n < (kRow + 1) * 16; ++n) {
+      before.push_back(s.t().out.get(n));
+    }
+    for (std::int64_t n = (kRow + 1) * 16; n < 64 * 16; ++n) {
+      s.t().k.set(n, kNaN);
+      s.t().v.set(n, kNaN);
+    }
+    s.forward();
+    for (std::int64_t n = 0; n < (kRow + 1) * 16; ++n) {
+      EXPECT_EQ(s.t().out.get(n), before[static_cast<std::size_t>(n)]);
+    }
+    EXPECT_TRUE(std::isnan(s.t().out.get((kRow + 1) * 16)));
+  });
+}
+
+TEST(Right, NoncausalSeesEverything) {
+  on_each_target(case_of("noncausal_is_noncausal"), [](Session& s) {
+    s.t().v.set(s.t().v.num_elements() - 1, kNaN);  // last key, last head, last component
+    s.forward();
+    EXPECT_TRUE(std::isnan(s.t().out.get(2 * 64 - 1)));  // of the first row
+  });
+}
+
+// Of the workspace: what a backend asks for at the table's full sizes.
+TEST(Right, GqaMemory) {
+  const TableEntry& entry = *std::find_if(table().begin(), table().end(),
+                                          [](const auto& e) { return e.id == "gqa_memory"; });
+  const Case& c = entry.full_size.front();
+  EXPECT_EQ(c.batch, 24);
+  const double heads_q_copy = 24.0 * 12288 * 16 * 256 * 2 * 2;  // dk and dv in bf16
+  for (const Target& target : targets()) {
+    const UseTarget use(target);
+    const WorkspaceQuery query = query_workspace(c, target.backend);
+    ASSERT_EQ(query.status, FG_OK) << query.message;
+    EXPECT_LT(static_cast<double>(query.preferred[FG_BACKWARD]), heads_q_copy / 2) << target.name();
+  }
+}
+
+TEST(Right, Int64Workspace) {
+  const TableEntry& entry = *std::find_if(table().begin(), table().end(),
+                                          [](const auto& e) { return e.id == "int64_workspace"; });
+  const Case& c = entry.full_size.front();
+  EXPECT_EQ(c.batch, 44);
+  Case twice = c;
+  for (auto* cu : {&twice.cu_seqlens_q, &twice.cu_seqlens_kv}) {
+    for (std::int32_t& offset : *cu) {
+      offset *= 2;
+    }
+  }
+  twice.seqlen_q *= 2;
+  twice.seqlen_kv *= 2;
+  Case huge = case_of("sequence_4m");
+  huge.seqlen_q = huge.seqlen_kv = std::int64_t{1} << 40;  // where an S^2 or 32 bits would show
+  huge.id.clear();
+  for (const Target& target : targets()) {
+    const UseTarget use(target);
+    const WorkspaceQuery one = query_workspace(c, target.backend);
+    const WorkspaceQuery two = query_workspace(twice, target.backend);
+    const WorkspaceQuery most = query_workspace(huge, target.backend);
+    ASSERT_EQ(one.status, FG_OK) << one.message;
+    ASSERT_EQ(two.status, FG_OK) << two.message;
+    ASSERT_EQ(most.status, FG_OK) << most.message;
+    for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
+      EXPECT_LE(one.minimum[pass], one.preferred[pass]);
+      EXPECT_LE(static_cast<double>(two.preferred[pass]),
+                2.1 * static_cast<double>(one.preferred[pass]) + 1e7)
+          << target.name();
+      EXPECT_LT(static_cast<double>(most.preferred[pass]), 0x1p40 * 32 * 4 * 20) << target.name();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashgrad::check

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "targets.hpp"
+
+#include <cstdlib>
+#include <utility>
+
+#include "cpu/dispatch.hpp"
+#include "flashgrad/flashgrad.h"
+
+namespace flashgrad::check {
+namespace {
+
+constexpr const char* kVariable = "FLASHGRAD_CPU_ISA";
+
+struct Found {
+  std::vector<Target> targets;
+  std::vector<std::string> untested;
+};
+
+Found find() {
+  Found found;
+  for (std::int32_t n = 0; n < fg_backend_count(); ++n) {
+    fg_backend backend = FG_BACKEND_INIT;
+    fg_backend_info(n, &backend);
+    const std::string name = backend.name;
+    if (name == "cpu") {
+      for (const cpu::InstructionSet& set : cpu::instruction_sets()) {
+        if (set.available()) {
+          // What is not AVX-512 is some times slower.
+          const bool fast = std::string(set.name).starts_with("avx512");
+          found.targets.push_back({name, set.name, fast ? 2e11 : 2e10});
+        } else {
+          found.untested.push_back("cpu on " + std::string(set.name) + ": this machine lacks it");
+        }
+      }
+    } else if (backend.available != 0) {
+      found.targets.push_back({name, "", 1e9});
+    } else {
+      found.untested.push_back(name + ": " + backend.detail);
+    }
+  }
+  return found;
+}
+
+const Found& found() {
+  static const Found result = find();
+  return result;
+}
+
+}  // namespace
+
+std::string Target::name() const {
+  return instruction_set.empty() ? backend : backend + " " + instruction_set;
+}
+
+const std::vector<Target>& targets() { return found().targets; }
+
+const std::vector<std::string>& untested() { return found().untested; }
+
+UseTarget::UseTarget(const Target& target) {
+  if (!target.instruction_set.empty()) {
+    setenv(kVariable, target.instruction_set.c_str(), 1);
+  }
+}
+
+UseTarget::~UseTarget() { unsetenv(kVariable); }
+
+}  // namespace flashgrad::check

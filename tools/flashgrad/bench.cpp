@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+// `flashgrad bench`: the suites. flashgrad, standard attention and the peak loop take turns, so
+// that a machine that slows down slows them all; every figure is the median over the rounds.
+#include "bench.hpp"
+
+#include <fmt/format.h>
+#include <malloc.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "attention_call.hpp"
+#include "bench_machine.hpp"
+#include "bench_memory.hpp"
+#include "bench_suites.hpp"
+#include "core/dtype.hpp"
+#include "memory.hpp"
+#include "peak.hpp"
+#include "shape_case.hpp"
+#include "standard_attention.hpp"
+#include "text.hpp"
+#include "whole_file.hpp"
+
+namespace flashgrad::tool {
+namespace {
+
+using nlohmann::ordered_json;
+
+double median(std::vector<double> values) {
+  if (values.empty()) {
+    return NAN;
+  }
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+double timed(const std::function<void()>& f) {
+  const double begin = omp_get_wtime();
+  f();
+  return omp_get_wtime() - begin;
+}
+
+// What one shape, dtype and mask came to. NaN where there is no baseline.
+struct Row {
+  check::Case c;
+  std::string mask;
+  std::string backend;
+  Cost cost;
+  double forward_seconds = 0;
+  double backward_seconds = 0;
+  double standard_forward_seconds = NAN;
+  double standard_backward_seconds = NAN;
+  double peak_gflops = 0;
+  std::uint64_t memory_bytes = 0;
+  std::uint64_t standard_memory_bytes = 0;
+  std::string no_standard;  // why
+  int num_rounds = 0;
+};
+
+// |a - b| / |b| over all elements.
+double relative_difference(const Buffer& a, const Buffer& b, DType dtype) {
+  double difference = 0;
+  double norm = 0;
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(a.size()) / size_bytes(dtype); ++i) {
+    const double x = load_f64(a.data(), dtype, i);
+    const double y = load_f64(b.data(), dtype, i);
+    difference += (x - y) * (x - y);
+    norm += y * y;
+  }
+  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+}
+
+// A comparison of speeds means nothing unless both compute the same.
+void require_agreement(const AttentionCall& call, const StandardAttention& standard, DType dtype) {
+  const double tolerance = dtype == DType::kF32 ? 1e-4 : 3e-2;
+  struct Pair {
+    const char* name;
+    const Buffer& ours;
+    const Buffer& theirs;
+  };
+  for (const Pair& pair :
+       {Pair{"out", call.out.buffer, standard.out()}, Pair{"dq", call.dq.buffer, standard.dq()},
+        Pair{"dk", call.dk.buffer, standard.dk()}, Pair{"dv", call.dv.buffer, standard.dv()}}) {
+    const double difference = relative_difference(pair.ours, pair.theirs, dtype);
+    if (!(difference < tolerance)) {
+      throw Error(
+          fmt::format("{} of flashgrad and of standard attention differ by {:.2e} of its norm",
+                      pair.name, difference),
+          kExitCheckFailed);
+    }
+  }
+}
+
+Row measure(const check::Case& c, const CallOptions& call_options) {
+  constexpr int kMinRounds = 3;
+  constexpr int kMaxRounds = 15;
+  constexpr double kEnoughSeconds = 2;
+
+  Row row;
+  row.c = c;
+  fg_options options = call_options.options;
+  options.window_left = c.mask.left;
+  options.window_right = c.mask.right;
+  options.alignment = c.mask.alignment == Alignment::kTopLeft ? FG_TOP_LEFT : FG_BOTTOM_RIGHT;
+  row.mask = describe_mask(options);
+  const int num_threads = omp_get_max_threads();
+
+  const std::uint64_t resident_before = resident_memory_bytes();
+  reset_peak_memory();
+  AttentionCall call = make_call(c, call_options.grad_f32);
+  const fg_tensors tensors = call.bind();
+  const char* backend = nullptr;
+  require_ok(fg_supports(FG_BACKWARD, &tensors, &options, &backend));
+  row.backend = backend;
+  Runner forward;
+  Runner backward;
+  forward.prepare(FG_FORWARD, tensors, options);
+  backward.prepare(FG_BACKWARD, tensors, options);
+  // The first runs start threads and touch memory; they are not timed.
+  forward.run(FG_FORWARD, tensors, options);
+  backward.run(FG_BACKWARD, tensors, options);
+  row.memory_bytes = peak_memory_bytes() - resident_before;
+  row.cost = cost_of(call, options);
+
+  const std::uint64_t resident_between = resident_memory_bytes();
+  reset_peak_memory();
+  const std::unique_ptr<StandardAttention> standard =
+      make_standard_attention(call, options, row.no_standard);
+  if (standard != nullptr) {
+    standard->forward();
+    standard->backward();
+    // Its own results and matrices, and the inputs, which both share.
+    row.standard_memory_bytes = peak_memory_bytes() - resident_between + call.q.buffer.size() +
+                                call.k.buffer.size() + call.v.buffer.size() +
+                                call.dout.buffer.size();
+    require_agreement(call, *standard, c.dtype);
+  }
+
+  std::vector<double> forward_times;
+  std::vector<double> backward_times;
+  std::vector<double> standard_forward_times;
+  std::vector<double> standard_backward_times;
+  std::vector<double> peaks;
+  const double begin = omp_get_wtime();
+  while (row.num_rounds < kMinRounds ||
+         (row.num_rounds < kMaxRounds && omp_get_wtime() - begin < kEnoughSeconds)) {
+    forward_times.push_back(forward.run(FG_FORWARD, tensors, options));
+    backward_times.push_back(backward.run(FG_BACKWARD, tensors, options));
+    if (standard != nullptr) {
+      standard_forward_times.push_back(timed([&] { standard->forward(); }));
+      standard_backward_times.push_back(timed([&] { standard->backward(); }));
+    }
+    peaks.push_back(
+        (c.dtype == DType::kBF16 ? measure_bf16_peak(num_threads) : measure_f32_peak(num_threads))
+            .gflops);
+    ++row.num_rounds;
+  }
+  row.forward_seconds = median(forward_times);
+  row.backward_seconds = median(backward_times);
+  row.standard_forward_seconds = median(standard_forward_times);
+  row.standard_backward_seconds = median(standard_backward_times);
+  row.peak_gflops = median(peaks);
+  return row;
+}
+
+std::string title_of(const check::Case& c) {
+  return fmt::format("{} {}", name(c.dtype), check::shape_text(c));
+}
+
+// One line for each pass.
+std::string lines_of(const Row& row) {
+  const auto line = [&](const char* pass, double seconds, double flops, double standard_seconds) {
+    const double gflops = flops / seconds * 1e-9;
+    const std::string standard =
+        std::isnan(standard_seconds)
+            ? fmt::format("{:>11}{:>8}{:>11}", "-", "-", "-")
+            : fmt::format("{:>11}{:>7.2f}x{:>11}", format_seconds(standard_seconds),
+                          standard_seconds / seconds,
+                          format_bytes(static_cast<double>(row.standard_memory_bytes)));
+    return fmt::format("  {:<9}{:>11}{:>9.1f}{:>7.2f}{:>11}{}\n", pass, format_seconds(seconds),
+                       gflops, gflops / row.peak_gflops,
+                       format_bytes(static_cast<double>(row.memory_bytes)), standard);
+  };
+  std::string text = fmt::format(
+      "{}, {}{}\n", title_of(row.c), row.mask,
+      row.no_standard.empty() ? "" : fmt::format(" (no standard attention: {})", row.no_standard));
+  text +=
+      line("forward", row.forward_seconds, row.cost.forward_flops, row.standard_forward_seconds);
+  return text + line("backward", row.backward_seconds, row.cost.backward_flops,
+                     row.standard_backward_seconds);
+}
+
+ordered_json json_of(const Row& row) {
+  const auto pass = [&](double seconds, double flops, double standard_seconds) {
+    const double gflops = flops / seconds * 1e-9;
+    ordered_json result = {
+        {"seconds", seconds}, {"gflops", gflops}, {"fraction_of_peak", gflops / row.peak_gflops}};
+    if (!std::isnan(standard_seconds)) {
+      result["standard_seconds"] = standard_seconds;
+      result["speedup"] = standard_seconds / seconds;
+    }
+    return result;
+  };
+  ordered_json result = {
+      {"shape", check::shape_text(row.c)},
+      {"dtype", name(row.c.dtype)},
+      {"mask", row.mask},
+      {"backend", row.backend},
+      {"rounds", row.num_rounds},
+      {"peak_gflops", row.peak_gflops},
+      {"forward", pass(row.forward_seconds, row.cost.forward_flops, row.standard_forward_seconds)},
+      {"backward",
+       pass(row.backward_seconds, row.cost.backward_flops, row.standard_backward_seconds)},
+      {"memory_bytes", row.memory_bytes}};
+  if (row.no_standard.empty()) {
+    result["standard_memory_bytes"] = row.standard_memory_bytes;
+  } else {
+    result["no_standard"] = row.no_standard;
+  }
+  return result;
+}
+
+ordered_json run_suite(const std::vector<check::Case>& cases, const CallOptions& call_options) {
+  print_out(fmt::format("  {:<9}{:>11}{:>9}{:>7}{:>11}{:>11}{:>8}{:>11}\n", "pass", "time",
+                        "GFLOP/s", "peak", "memory", "standard", "faster", "memory"));
+  ordered_json rows = ordered_json::array();
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    std::cerr << fmt::format("[{}/{}] {}\n", i + 1, cases.size(), title_of(cases[i]));
+    const Row row = measure(cases[i], call_options);
+    print_out(lines_of(row));
+    rows.push_back(json_of(row));
+  }
+  return rows;
+}
+
+}  // namespace
+
+int bench_command(const BenchArguments& arguments) {
+  const CallOptions call_options(arguments.call);
+  const int num_threads = call_options.options.num_threads > 0 ? call_options.options.num_threads
+                                                               : omp_get_max_threads();
+  // The library takes the number per call; the baseline and the peak loops take OpenMP's.
+  omp_set_num_threads(num_threads);
+  // Large blocks then go back to the system when they are freed, and the next peak starts without
+  // them.
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);
+  if (arguments.json) {
+    check_writable(*arguments.json);
+  }
+
+  constexpr std::uint64_t kSeed = 1;
+  std::vector<check::Case> cases;
+  if (arguments.shape) {
+    cases.push_back(shape_case(*arguments.shape, arguments.dtype, kSeed, call_options));
+  } else if (!arguments.memory) {
+    cases = load_suite(arguments.suite);
+  }
+  std::cerr << "measuring the peak\n";
+  ordered_json report = describe_machine(num_threads);
+  print_out(fmt::format(
+      "flashgrad {}, {}, {} threads\npeak {:.0f} GFLOP/s ({}), {:.0f} GFLOP/s ({})\n", fg_version(),
+      report["cpu"].get<std::string>(), num_threads, report["f32_peak"]["gflops"].get<double>(),
+      report["f32_peak"]["instruction"].get<std::string>(),
+      report["bf16_peak"]["gflops"].get<double>(),
+      report["bf16_peak"]["instruction"].get<std::string>()));
+  if (arguments.memory) {
+    report["memory"] = bench_memory(arguments.dtype, call_options);
+  } else {
+    report["rows"] = run_suite(cases, call_options);
+  }
+  if (arguments.json) {
+    const std::string text = report.dump(1) + "\n";
+    const std::span<const std::byte> bytes = std::as_bytes(std::span(text));
+    write_whole_file(*arguments.json, std::span(&bytes, 1));
+  }
+  return kExitOk;
+}
+
+}  // namespace flashgrad::tool

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// `flashgrad check`.
+#include "check/check.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+#include <vector>
+
+#include "check.hpp"
+#include "report.hpp"
+#include "shape_case.hpp"
+#include "text.hpp"
+
+namespace flashgrad::tool {
+namespace {
+
+struct Tally {
+  int num_passed = 0;
+  int num_failed = 0;
+  int num_refused = 0;
+};
+
+// The backends to check: the one that was asked for, or all that can run here.
+std::vector<std::string> backends_to_check(const CallOptions& call_options) {
+  if (!call_options.backend.empty()) {
+    return {call_options.backend};
+  }
+  std::vector<std::string> names;
+  for (const std::string& name : backend_names()) {
+    if (describe_backend(name).available != 0) {
+      names.push_back(name);
+    }
+  }
+  return names;
+}
+
+// The output that comes nearest to its bound, as a share of it.
+std::string worst_output(const check::CaseResult& result) {
+  std::string name = "nothing";
+  double worst = -1;
+  for (const check::OutputResult& output : result.outputs) {
+    const double share = output.bound > 0 ? output.error / output.bound : 0;
+    if (share > worst) {
+      worst = share;
+      name = output.name;
+    }
+  }
+  return fmt::format("worst {} at {:.2f} of its bound", name, std::max(worst, 0.0));
+}
+
+// The command that runs this case on this backend again.
+std::string repeat_command(const check::Case& c, const std::string& backend,
+                           const fg_options& options) {
+  std::string command = check::command_line(c) + " --backend " + backend;
+  if (options.num_threads > 0) {
+    command += fmt::format(" --threads {}", options.num_threads);
+  }
+  return command;
+}
+
+// Runs one case on one backend, tells what went wrong, and counts.
+void check_case(const check::Case& c, const std::string& backend, const fg_options& options,
+                Tally& tally, std::string& line) {
+  check::RunOptions run_options;
+  run_options.backend = backend;
+  run_options.num_threads = options.num_threads;
+  const check::CaseResult result = check::run_case(c, run_options);
+  if (result.status == FG_UNSUPPORTED) {
+    ++tally.num_refused;
+    line = "refused: " + result.message;
+    return;
+  }
+  if (result.ok()) {
+    ++tally.num_passed;
+    line = worst_output(result);
+    return;
+  }
+  ++tally.num_failed;
+  line = "FAIL";
+  print_out(fmt::format(
+      "FAIL on {}: {}\n{}{}  repeat: {}\n", backend, c.id.empty() ? check::shape_text(c) : c.id,
+      result.message.empty() ? "" : "  " + result.message + "\n",
+      result.outputs.empty() ? "" : format_outputs(result.outputs, result.coverage),
+      repeat_command(c, backend, options)));
+}
+
+int finish(const Tally& tally) {
+  print_out(
+      fmt::format("{} passed, {} failed{}\n", tally.num_passed, tally.num_failed,
+                  tally.num_refused > 0 ? fmt::format(", {} refused", tally.num_refused) : ""));
+  if (tally.num_failed > 0) {
+    return kExitCheckFailed;
+  }
+  return tally.num_passed == 0 && tally.num_refused > 0 ? kExitUnsupported : kExitOk;
+}
+
+// One shape on each backend, every output shown.
+int check_shape(const check::Case& c, const CallOptions& call_options) {
+  Tally tally;
+  for (const std::string& backend : backends_to_check(call_options)) {
+    check::RunOptions run_options;
+    run_options.backend = backend;
+    run_options.num_threads = call_options.options.num_threads;
+    const check::CaseResult result = check::run_case(c, run_options);
+    const std::string title = fmt::format("{} ({})", backend, describe_backend(backend).detail);
+    if (result.status == FG_UNSUPPORTED) {
+      ++tally.num_refused;
+      print_out(fmt::format("{}: refused: {}\n", title, result.message));
+      continue;
+    }
+    if (result.status == FG_INVALID_ARGUMENT) {
+      throw Error(result.message);
+    }
+    ++(result.ok() ? tally.num_passed : tally.num_failed);
+    print_out(fmt::format(
+        "{}: {}\n{}{}{}", title, result.ok() ? "PASS" : "FAIL",
+        format_outputs(result.outputs, result.coverage),
+        result.message.empty() ? "" : result.message + "\n",
+        result.ok()
+            ? ""
+            : fmt::format("repeat: {}\n", repeat_command(c, backend, call_options.options))));
+  }
+  return finish(tally);
+}
+
+// The case table: a line for each entry and backend.
+int check_table(const CallOptions& call_options, std::uint64_t seed) {
+  const std::vector<std::string> backends = backends_to_check(call_options);
+  const std::vector<check::TableEntry>& table = check::table();
+  Tally tally;
+  std::size_t num_entries = 0;
+  for (const check::TableEntry& entry : table) {
+    ++num_entries;
+    if (!entry.not_on_a_cpu.empty()) {
+      print_out(fmt::format("--    {}: {}\n", entry.id, entry.not_on_a_cpu));
+      continue;
+    }
+    for (const std::string& backend : backends) {
+      std::cerr << fmt::format("[{}/{}] {} on {}\n", num_entries, table.size(), entry.id, backend);
+      const int num_failed_before = tally.num_failed;
+      std::string line;
+      for (check::Case c : entry.cases) {
+        c.seed = seed;
+        check_case(c, backend, call_options.options, tally, line);
+      }
+      print_out(fmt::format("{}  {:<10} {} ({} cases{}): {}\n",
+                            tally.num_failed == num_failed_before ? "ok  " : "FAIL", backend,
+                            entry.id, entry.cases.size(),
+                            entry.shrunk.empty() ? "" : "; " + entry.shrunk, line));
+    }
+  }
+  return finish(tally);
+}
+
+}  // namespace
+
+int check_command(const CheckArguments& arguments) {
+  const CallOptions call_options(arguments.call);
+  const auto seed =
+      static_cast<std::uint64_t>(parse_integer(arguments.seed, "--seed", 0, INT64_MAX));
+  try {
+    if (arguments.shape) {
+      const check::Case c = shape_case(*arguments.shape, arguments.dtype, seed, call_options);
+      return check_shape(c, call_options);
+    }
+    if (arguments.case_id) {
+      int status = kExitOk;
+      for (check::Case c : check::find_cases(*arguments.case_id)) {
+        c.seed = seed;
+        print_out(fmt::format("{}: {}\n", c.id, check::shape_text(c)));
+        status = std::max(status, check_shape(c, call_options));
+      }
+      return status;
+    }
+  } catch (const std::invalid_argument& error) {
+    throw Error(printable(error.what(), 400));
+  }
+  return check_table(call_options, seed);
+}
+
+}  // namespace flashgrad::tool

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// The command line `flashgrad`: run, check, bench, info. Exit status 0: fine, 1: a check failed, 2:
+// bad usage or input, 3: unsupported.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <csignal>
+#include <exception>
+#include <iostream>
+#include <new>
+
+#include "bench.hpp"
+#include "bench_suites.hpp"
+#include "check.hpp"
+#include "flashgrad/flashgrad.h"
+#include "info.hpp"
+#include "run.hpp"
+#include "text.hpp"
+
+namespace flashgrad::tool {
+namespace {
+
+void add_run(CLI::App& app, RunArguments& arguments) {
+  CLI::App* run = app.add_subcommand("run", "Attention of tensors in a safetensors file");
+  run->footer(
+      "Reads q, k, v and, if present, dout, out, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv,\n"
+      "seqused_q, seqused_kv, q_offset. Writes out and lse; with dout or dlse also dq, dk, dv, "
+      "and\n"
+      "dsinks if there are sinks. With out and lse in the input, backward uses them.");
+  run->add_option("--input", arguments.input, "safetensors file to read")
+      ->required()
+      ->type_name("FILE");
+  run->add_option("--output", arguments.output, "safetensors file to write, whole or not at all")
+      ->required()
+      ->type_name("FILE");
+  add_call_options(*run, arguments.call);
+  run->add_flag("--check", arguments.check, "Compare each output with the float64 oracle")
+      ->disable_flag_override();
+}
+
+void add_check(CLI::App& app, CheckArguments& arguments) {
+  CLI::App* check = app.add_subcommand(
+      "check", "Compare every backend with the float64 oracle, on the table of known faults");
+  CLI::Option* shape =
+      check
+          ->add_option("--shape", arguments.shape,
+                       "One shape instead: b=1,hq=8,hkv=2,sq=512,sk=512,d=64[,dv=64]")
+          ->type_name("SHAPE");
+  check->add_option("--case", arguments.case_id, "One entry of the table instead")
+      ->type_name("ID")
+      ->excludes(shape);
+  check->add_option("--dtype", arguments.dtype, "Of --shape: f32, bf16, f16 (f64: reference)")
+      ->type_name("DTYPE")
+      ->capture_default_str();
+  check->add_option("--seed", arguments.seed, "Of the random numbers")
+      ->type_name("N")
+      ->capture_default_str();
+  add_call_options(*check, arguments.call);
+  // The table's cases have masks and factors of their own.
+  for (const char* option :
+       {"--dtype", "--causal", "--window", "--align", "--scale", "--softcap", "--deterministic",
+        "--max-seqlen-q", "--max-seqlen-kv", "--grad-dtype"}) {
+    check->get_option(option)->needs(shape);
+  }
+}
+
+void add_bench(CLI::App& app, BenchArguments& arguments) {
+  CLI::App* bench = app.add_subcommand(
+      "bench", "Time forward and backward against standard attention (oneDNN's products)");
+  CLI::Option* suite =
+      bench
+          ->add_option("--suite", arguments.suite,
+                       fmt::format("Shapes to measure: {}, or a JSON file", suite_names()))
+          ->type_name("NAME")
+          ->capture_default_str();
+  CLI::Option* shape =
+      bench
+          ->add_option("--shape", arguments.shape,
+                       "One shape instead: b=1,hq=8,hkv=2,sq=512,sk=512,d=64[,dv=64]")
+          ->type_name("SHAPE")
+          ->excludes(suite);
+  bench
+      ->add_flag("--memory", arguments.memory,
+                 "Instead: time and memory by sequence length, up to 512K")
+      ->disable_flag_override()
+      ->excludes(shape)
+      ->excludes(suite);
+  bench->add_option("--dtype", arguments.dtype, "Of --shape and --memory: f32, bf16, f16")
+      ->type_name("DTYPE")
+      ->capture_default_str();
+  bench->add_option("--json", arguments.json, "Also write the results to this file")
+      ->type_name("FILE");
+  add_call_options(*bench, arguments.call);
+}
+
+int dispatch(int argc, char** argv) {
+  CLI::App app("Exact attention, forward and backward.", "flashgrad");
+  app.set_version_flag("--version", fmt::format("flashgrad {}", fg_version()));
+  app.require_subcommand(1);
+  RunArguments run;
+  add_run(app, run);
+  CheckArguments check;
+  add_check(app, check);
+  BenchArguments bench;
+  add_bench(app, bench);
+  CLI::App* info = app.add_subcommand("info", "Version, backends and what is supported");
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) {  // --help, --version
+      return app.exit(error);
+    }
+    throw Error(fmt::format("{} (flashgrad --help tells more)", printable(error.what(), 400)));
+  }
+  if (info->parsed()) {
+    return info_command();
+  }
+  if (app.got_subcommand("check")) {
+    return check_command(check);
+  }
+  if (app.got_subcommand("bench")) {
+    return bench_command(bench);
+  }
+  return run_command(run);
+}
+
+}  // namespace
+}  // namespace flashgrad::tool
+
+int main(int argc, char** argv) {
+  using namespace flashgrad::tool;  // NOLINT(google-build-using-namespace)
+  // A write over the file size limit then fails like one to a full disk, and leaves nothing behind.
+  std::signal(SIGXFSZ, SIG_IGN);
+  const auto fail = [](std::string_view message, int exit_status) {
+    std::cerr << "flashgrad: " << message << "\n";
+    return exit_status;
+  };
+  try {
+    return dispatch(argc, argv);
+  } catch (const Error& error) {
+    return fail(error.what(), error.exit_status());
+  } catch (const std::bad_alloc&) {
+    return fail("not enough memory", kExitBadInput);
+  } catch (const std::exception& error) {
+    return fail(printable(error.what(), 4000), kExitBadInput);
+  }
+}

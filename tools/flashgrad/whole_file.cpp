@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// Files that appear whole or not at all: a temporary file in the same directory, then rename.
+#include "whole_file.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include "text.hpp"
+
+namespace flashgrad::tool {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void throw_cannot_write(const std::string& path, const std::string& reason) {
+  throw Error(fmt::format("{}: can't write: {}", printable(path), reason));
+}
+
+// The file that takes the output: what `path` names, through symbolic links.
+fs::path target_of(const std::string& path) {
+  std::error_code error;
+  if (path.empty()) {
+    throw_cannot_write(path, "the path is empty");
+  }
+  fs::path target = path;
+  if (fs::is_symlink(target, error)) {
+    target = fs::canonical(target, error);
+    if (error) {
+      throw_cannot_write(path, error.message());
+    }
+  }
+  const fs::file_status status = fs::status(target, error);
+  if (fs::exists(status) && !fs::is_regular_file(status)) {
+    throw_cannot_write(path, "it exists and is not a regular file");
+  }
+  if (!target.has_filename()) {
+    throw_cannot_write(path, "it names a directory");
+  }
+  return target;
+}
+
+// A new file beside the target. Unless it takes the target's name, it goes when this goes.
+class TemporaryFile {
+ public:
+  TemporaryFile(const std::string& path, fs::path target)
+      : path_(path),
+        target_(std::move(target)),
+        name_((target_.parent_path() / ".flashgrad-XXXXXX").string()) {
+    fd_ = mkostemp(name_.data(), O_CLOEXEC);
+    if (fd_ < 0) {
+      throw_cannot_write(path_, std::strerror(errno));
+    }
+  }
+  ~TemporaryFile() {
+    if (fd_ >= 0) {
+      close(fd_);
+      unlink(name_.c_str());
+    }
+  }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+
+  void write(std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      const ssize_t written =
+          ::write(fd_, bytes.data(), std::min(bytes.size(), std::size_t{1} << 30));
+      if (written < 0 && errno == EINTR) {
+        continue;
+      }
+      if (written < 0) {
+        throw_cannot_write(path_, std::strerror(errno));
+      }
+      bytes = bytes.subspan(static_cast<std::size_t>(written));
+    }
+  }
+
+  // Gives the file the mode an ordinary new file would have (an existing one keeps its own), then
+  // the target's name.
+  void commit() {
+    struct stat existing {};
+    mode_t mode = 0;
+    if (stat(target_.c_str(), &existing) == 0) {
+      mode = existing.st_mode & 07777U;
+    } else {
+      const mode_t mask = umask(0);
+      umask(mask);
+      mode = 0666U & ~mask;
+    }
+    // A full disk may show only here.
+    if (fchmod(fd_, mode) != 0 || fsync(fd_) != 0 || rename(name_.c_str(), target_.c_str()) != 0) {
+      throw_cannot_write(path_, std::strerror(errno));
+    }
+    close(std::exchange(fd_, -1));
+  }
+
+ private:
+  const std::string& path_;
+  fs::path target_;
+  std::string name_;
+  int fd_ = -1;
+};
+
+}  // namespace
+
+void check_writable(const std::string& path) { TemporaryFile(path, target_of(path)); }
+
+void write_whole_file(const std::string& path, std::span<const std::span<const std::byte>> parts) {
+  TemporaryFile file(path, target_of(path));
+  for (const std::span<const std::byte> part : parts) {
+    file.write(part);
+  }
+  file.commit();
+}
+
+}  // namespace flashgrad::tool
