@@ -108,6 +108,16 @@ struct Band {
     return first <= last ? Range{first, last + 1} : Range{0, 0};
   }
 
+  // The rows that see all of keys [n_begin, n_end); empty if one of the keys does not exist.
+  [[nodiscard]] FG_HOST_DEVICE constexpr Range q_range_full(std::int64_t n_begin, std::int64_t n_end) const {
+    if (n_begin < 0 || n_end > seqlen_kv || n_end <= n_begin) {
+      return {0, 0};
+    }
+    const std::int64_t first = n_end - 1 - hi > 0 ? n_end - 1 - hi : 0;
+    const std::int64_t last = n_begin - lo < seqlen_q - 1 ? n_begin - lo : seqlen_q - 1;
+    return first <= last ? Range{first, last + 1} : Range{0, 0};
+  }
+
   // True iff every row of [m_begin, m_end) exists and sees every key of [n_begin, n_end).
   [[nodiscard]] FG_HOST_DEVICE constexpr bool is_full(std::int64_t m_begin, std::int64_t m_end,
                                                       std::int64_t n_begin,

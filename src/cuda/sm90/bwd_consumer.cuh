@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+// The consumer warpgroups of the backward's main kernel: (1) to (6) of bwd.cuh for their own keys,
+// and the epilogue that writes dk and dv.
+#pragma once
+
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/bwd_shared.cuh"
+#include "cuda/sm90/params.hpp"
+#include "cuda/tile/gemm.cuh"
+
+namespace flashgrad::sm90 {
+
+// Puts `hidden`, for which (2) gives 0, where the band hides an element of S^T. `key` is the
+// tile-relative key of the lane's first row, `query` the query of its first column.
+__device__ __forceinline__ void mask_s(float (&s)[32], const KeyTile& tile, int key, int query,
+                                       float hidden) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int distance = key + 8 * half - query;
+    const int last = key + 8 * half < tile.keys_end ? distance - tile.lo : -1;
+    const int first = distance - tile.hi;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * j + c < first || 8 * j + c > last) {
+          s[4 * j + 2 * half + c] = hidden;
+        }
+      }
+    }
+  }
+}
+
+// Writes 64 rows of a gradient: staged as 16-bit in the consumer's own rows of shared memory, or
+// directly from registers if f32.
+template <BwdConfig C, class T>
+__device__ __forceinline__ void store_gradient(float (&d)[C.head_dim / 2], float factor,
+                                               const Tensor& out, const KeyTile& tile, int key,
+                                               int columns, std::uint32_t staging, int consumer,
+                                               int thread) {
+  using Tile = tile::SwizzledTile<C.block_n()>;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  if (out.dtype == DType::kF32) {
+    auto* base = static_cast<float*>(out.data);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = key + warp * 16 + lane / 4 + 8 * half;
+      if (row < tile.rows_to_write) {
+        float* destination = base + out.offset(tile.batch_index, tile.kv_row + row, tile.head_kv);
+#pragma unroll
+        for (int j = 0; j < C.head_dim / 8; ++j) {
+          const int column = 8 * j + lane % 4 * 2;
+          if (column < columns) {
+            destination[column] = d[4 * j + 2 * half] * factor;
+          }
+          if (column + 1 < columns) {
+            destination[column + 1] = d[4 * j + 2 * half + 1] * factor;
+          }
+        }
+      }
+    }
+    return;
+  }
+  const int row = key + warp * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < C.head_dim / 16; ++k) {
+    const auto at = static_cast<std::uint32_t>(Tile::offset(row, 16 * k + lane / 16 * 8));
+    ptx::store_matrix(staging + at, ptx::pack<T>(d[8 * k] * factor, d[8 * k + 1] * factor),
+                      ptx::pack<T>(d[8 * k + 2] * factor, d[8 * k + 3] * factor),
+                      ptx::pack<T>(d[8 * k + 4] * factor, d[8 * k + 5] * factor),
+                      ptx::pack<T>(d[8 * k + 6] * factor, d[8 * k + 7] * factor));
+  }
+  ptx::named_barrier_sync<128>(3 + consumer);
+  const bool wide = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 &&
+                    out.row_stride % 8 == 0 && out.head_stride % 8 == 0 &&
+                    out.batch_stride % 8 == 0;
+  auto* base = static_cast<std::uint16_t*>(out.data);
+#pragma unroll 4
+  for (int i = thread; i < 64 * (C.head_dim / 8); i += 128) {
+    const int r = key + i / (C.head_dim / 8);
+    const int column = i % (C.head_dim / 8) * 8;
+    if (r < tile.rows_to_write && column < columns) {
+      std::uint32_t values[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                   : "r"(staging + static_cast<std::uint32_t>(Tile::offset(r, column))));
+      std::uint16_t* destination =
+          base + out.offset(tile.batch_index, tile.kv_row + r, tile.head_kv) + column;
+      if (wide && column + 8 <= columns) {
+        *reinterpret_cast<uint4*>(destination) =
+            make_uint4(values[0], values[1], values[2], values[3]);
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          if (column + c < columns) {
+            destination[c] = static_cast<std::uint16_t>(values[c / 2] >> (c % 2 * 16));
+          }
+        }
+      }
+    }
+  }
+}
+
+template <BwdConfig C, class T>
+__device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyTile& tile,
+                                                  const BwdShared<C>& shared, int consumer,
+                                                  int thread) {
+  constexpr int kD = C.head_dim;
+  constexpr int kBlocks = C.key_blocks;
+  // Loading delta before dP is there needs registers that f16's conversions or softcap take.
+  constexpr bool kDeltaAhead = std::is_same_v<T, __nv_bfloat16> && !C.softcap;
+  constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
+  using QTile = tile::SwizzledTile<kBlockM>;
+  using KTile = tile::SwizzledTile<C.block_n()>;
+  using DsTile = tile::SwizzledTile<BwdConfig::kKeysPerDs>;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+
+  // Key block x of this consumer begins at key 128 * x + 64 * consumer of the tile.
+  const std::uint32_t own_rows = static_cast<std::uint32_t>(consumer * 64 * tile::kBoxRowBytes);
+  const std::uint64_t desc_k = KTile::k_major_descriptor(shared.k() + own_rows);
+  const std::uint64_t desc_v = KTile::k_major_descriptor(shared.v() + own_rows);
+  const std::uint64_t desc_q = QTile::k_major_descriptor(shared.q(0));
+  const std::uint64_t desc_do = QTile::k_major_descriptor(shared.dout(0));
+  const std::uint64_t desc_q_mn = QTile::mn_major_descriptor(shared.q(0));
+  const std::uint64_t desc_do_mn = QTile::mn_major_descriptor(shared.dout(0));
+  constexpr std::uint64_t kStage = C.q_bytes() / 16;
+  constexpr std::uint64_t kBlock = 128 * tile::kBoxRowBytes / 16;
+  const std::uint32_t lse = shared.lse(0) + static_cast<std::uint32_t>(lane % 4 * 8);
+  constexpr std::uint32_t kDelta = C.delta_offset() - C.lse_offset();
+  const std::uint32_t ds_row =
+      shared.ds(0) + static_cast<std::uint32_t>(
+                         DsTile::offset(consumer * 64 + warp * 16 + lane % 16, lane / 16 * 8));
+
+  float dk[kBlocks][kD / 2];
+  float dv[kBlocks][kD / 2];
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+#pragma unroll
+    for (int i = 0; i < kD / 2; ++i) {
+      dk[x][i] = 0;
+      dv[x][i] = 0;
+    }
+  }
+  const float scale_log2 = p.scale_log2;
+  const float hidden = C.softcap ? -INFINITY : copysignf(INFINITY, -scale_log2);
+
+  const auto token_wait = [&] {
+    if constexpr (C.ping_pong) {
+      ptx::named_barrier_sync<256>(1 + consumer);
+    }
+  };
+  const auto token_pass = [&] {
+    if constexpr (C.ping_pong) {
+      ptx::named_barrier_arrive<256>(2 - consumer);
+    }
+  };
+  const auto arrive = [&](std::uint32_t barrier) {
+    if (lane == 0) {
+      ptx::mbarrier_arrive(barrier);
+    }
+  };
+  // A stage is filled again once the consumers of both CTAs have let go of it.
+  const auto release = [&](std::uint32_t barrier) {
+    if constexpr (C.cluster == 2) {
+      if (lane < 2) {
+        ptx::mbarrier_arrive_cluster(barrier, static_cast<std::uint32_t>(lane));
+      }
+    } else {
+      arrive(barrier);
+    }
+  };
+  const auto load_row_statistic = [&](float2(&rows)[8], std::uint32_t address) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      rows[j] = ptx::load_shared_float2(address + j * 32);
+    }
+  };
+
+  Ring<C.q_stages> ring;
+  Ring<C.do_stages> own_do_ring;  // unused if it would go with ring
+  Ring<C.ds_stages> ds_ring{0, 1};
+  constexpr bool kOneRing = C.do_stages == C.q_stages;
+  float s[32];
+  float2 rows[8];
+  std::uint32_t rp[16];
+  std::uint32_t rds[16];
+  if (consumer == 1) {
+    token_pass();
+  }
+  ptx::mbarrier_wait(shared.k_full(), 0);
+  ptx::mbarrier_wait(shared.q_full(0), 0);
+  ptx::wgmma_fence();
+  tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(s, desc_k, desc_q);
+  ptx::wgmma_commit();
+  load_row_statistic(rows, lse);
+  ptx::mbarrier_wait(shared.v_full(), 0);
+  ptx::wgmma_wait<0>();
+  ptx::pin(s);
+
+  // In registers: loads from shared memory wait long behind the operands of wgmma.
+  const int m_begin = tile.m_begin;
+  const int m_last = tile.m_end - 1;
+  int full_begin[kBlocks];
+  int full_count[kBlocks];
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+    full_begin[x] = tile.full_begin[2 * x + consumer];
+    full_count[x] = max(tile.full_end[2 * x + consumer] - full_begin[x], 0);
+  }
+  int m = m_last;
+  int remaining = tile.num_steps;
+  const auto block = [&]<int x>() {
+    const int index = 2 * x + consumer;
+    // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
+#pragma unroll 1
+    for (int r = static_cast<unsigned>(m - full_begin[x]) >= static_cast<unsigned>(full_count[x]);
+         r > 0; --r) {
+      mask_s(s, tile, 64 * index + warp * 16 + lane / 4, m * kBlockM + lane % 4 * 2, hidden);
+    }
+    // (2)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float s0 = s[4 * j + 2 * half];
+        const float s1 = s[4 * j + 2 * half + 1];
+        if constexpr (C.softcap) {
+          // tanh(a) = 1 - 2 / (1 + exp(2 a)); the factor of (4) waits in rds.
+          constexpr float kTwoLog2E = 2.8853900817779268F;
+          const float a = p.scale_softcap * kTwoLog2E;
+          const float t0 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s0 * a));
+          const float t1 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s1 * a));
+          const float p0 = ptx::exp2_approx(fmaf(t0, scale_log2, rows[j].x));
+          const float p1 = ptx::exp2_approx(fmaf(t1, scale_log2, rows[j].y));
+          rp[2 * j + half] = ptx::pack<T>(s0 == hidden ? 0.0F : p0, s1 == hidden ? 0.0F : p1);
+          rds[2 * j + half] = ptx::pack<T>(1.0F - t0 * t0, 1.0F - t1 * t1);
+        } else {
+          rp[2 * j + half] = ptx::pack<T>(ptx::exp2_approx(fmaf(s0, scale_log2, rows[j].x)),
+                                          ptx::exp2_approx(fmaf(s1, scale_log2, rows[j].y)));
+        }
+        // Rounding may lift huge logits above their lse.
+        rp[2 * j + half] = ptx::min_packed<T>(rp[2 * j + half], kOnes);
+      }
+    }
+    ptx::pin(rp);
+
+    // (3), (5)
+    const int do_stage = kOneRing ? ring.stage : own_do_ring.stage;
+    float dp[32];
+    if constexpr (x == 0) {
+      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity : own_do_ring.parity);
+    }
+    const std::uint64_t stage = static_cast<std::uint64_t>(ring.stage) * kStage;
+    const std::uint64_t do_offset = static_cast<std::uint64_t>(do_stage) * kStage;
+    token_wait();
+    ptx::wgmma_fence();
+    tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(dp, desc_v + x * kBlock,
+                                                                    desc_do + do_offset);
+    ptx::wgmma_commit();
+    ptx::wgmma_fence();
+    tile::gemm_registers<kD, kBlockM, T, QTile>(dv[x], rp, desc_do_mn + do_offset);
+    ptx::wgmma_commit();
+    token_pass();
+    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
+    if constexpr (kDeltaAhead) {
+      load_row_statistic(rows, delta);
+    }
+    ptx::wgmma_wait<1>();
+    ptx::pin(dp);
+
+    // (4)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if constexpr (!kDeltaAhead) {
+        rows[j] = ptx::load_shared_float2(delta + j * 32);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 p01 = ptx::unpack<T>(rp[2 * j + half]);
+        float ds0 = p01.x * (dp[4 * j + 2 * half] + rows[j].x);
+        float ds1 = p01.y * (dp[4 * j + 2 * half + 1] + rows[j].y);
+        if constexpr (C.softcap) {
+          const float2 factor = ptx::unpack<T>(rds[2 * j + half]);
+          ds0 *= factor.x;
+          ds1 *= factor.y;
+        }
+        rds[2 * j + half] = ptx::pack<T>(ds0, ds1);
+      }
+    }
+    Ring<C.q_stages> next = ring;
+    if constexpr (x == kBlocks - 1) {
+      next.advance();
+    }
+    ptx::mbarrier_wait(shared.ds_empty(ds_ring.stage), ds_ring.parity);
+    const std::uint32_t ds_address =
+        ds_row + static_cast<std::uint32_t>(ds_ring.stage * C.ds_bytes());
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
+                        rds[4 * k + 2], rds[4 * k + 3]);
+    }
+    if constexpr (x == kBlocks - 1) {
+      ptx::mbarrier_wait(shared.q_full(next.stage), next.parity);
+    }
+
+    // (6), and (1) of the next block; after the last step on a stale stage, unused.
+    token_wait();
+    ptx::wgmma_fence();
+    tile::gemm_registers<kD, kBlockM, T, QTile>(dk[x], rds, desc_q_mn + stage);
+    ptx::wgmma_commit();
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(shared.ds_full(ds_ring.stage));
+    ds_ring.advance();
+    ptx::wgmma_wait<1>();
+    ptx::pin(rp);
+    ptx::pin(dv[x]);
+    if constexpr (x == kBlocks - 1) {
+      release(shared.do_empty(do_stage));
+    }
+    ptx::wgmma_fence();
+    tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(
+        s, desc_k + (x + 1) % kBlocks * kBlock,
+        desc_q + static_cast<std::uint64_t>(next.stage) * kStage);
+    ptx::wgmma_commit();
+    token_pass();
+    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage) * (kBlockM * 4));
+    ptx::wgmma_wait<1>();
+    ptx::pin(rds);
+    ptx::pin(dk[x]);
+    if constexpr (x == kBlocks - 1) {
+      release(shared.q_empty(ring.stage));
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    ring = next;
+    if constexpr (x == kBlocks - 1 && !kOneRing) {
+      own_do_ring.advance();
+    }
+  };
+#pragma unroll 1
+  do {
+    block.template operator()<0>();
+    if constexpr (kBlocks == 2) {
+      block.template operator()<1>();
+    }
+    if (--m < m_begin) {
+      m = m_last;
+    }
+  } while (--remaining > 0);
+  if (consumer == 0) {
+    token_wait();  // consumer 1 passed once more than it waited
+  }
+
+  ptx::mbarrier_wait(shared.done(), 0);
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+    const int key = 128 * x + 64 * consumer;
+    if (p.dv) {
+      store_gradient<C, T>(dv[x], 1.0F, p.dv, tile, key, static_cast<int>(p.head_dim_v), shared.v(),
+                           consumer, thread);
+    }
+    if (p.dk) {
+      store_gradient<C, T>(dk[x], p.scale, p.dk, tile, key, static_cast<int>(p.head_dim),
+                           shared.k(), consumer, thread);
+    }
+  }
+}
+
+}  // namespace flashgrad::sm90
