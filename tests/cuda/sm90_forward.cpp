@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks forward kernel variants against a float64 textbook on the host and times them. Stand-alone: no library, no framework.
-//   fwd_probe check NAME...            fwd_probe time SHAPES NAME...   (SHAPES: e.g. 16384f,16384c,4096c; hidden 2048, 16k tokens)
-#include "fwd_probe.hpp"
+// Checks the sm90 forward against a float64 textbook on the host, and times it. Stand-alone: no framework; it calls launch_forward.
+//   sm90_forward check KERNEL...          sm90_forward time|cool SHAPES KERNEL...
+// KERNEL is a name of kKernels or all; SHAPES are lengths with f (full) or c (causal) and g (4 query heads a key head): 16384f,4096c,4096cg,
+// at hidden size 2048 and 16k tokens in all.
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -21,13 +23,9 @@
 
 #include "core/dtype.hpp"
 #include "core/mask.hpp"
+#include "cuda/sm90/fwd_launch.hpp"
 
 using namespace flashgrad;
-
-std::vector<ProbeVariant>& probe_variants() {
-  static std::vector<ProbeVariant> v;
-  return v;
-}
 
 #define CK(x)                                                                             \
   do {                                                                                    \
@@ -39,6 +37,21 @@ std::vector<ProbeVariant>& probe_variants() {
   } while (0)
 
 namespace {
+
+struct Kernel {
+  const char* name;
+  DType dtype;
+  int head_dim, head_dim_v;
+  Status (*run)(const Problem&, const Args&);
+};
+const Kernel kKernels[] = {
+    {"d64", DType::kBF16, 64, 64, sm90::launch_forward},          {"d96", DType::kBF16, 96, 96, sm90::launch_forward},
+    {"d128", DType::kBF16, 128, 128, sm90::launch_forward},       {"d192v128", DType::kBF16, 192, 128, sm90::launch_forward},
+    {"d192", DType::kBF16, 192, 192, sm90::launch_forward},       {"d256", DType::kBF16, 256, 256, sm90::launch_forward},
+    {"d64h", DType::kF16, 64, 64, sm90::launch_forward},          {"d96h", DType::kF16, 96, 96, sm90::launch_forward},
+    {"d128h", DType::kF16, 128, 128, sm90::launch_forward},       {"d192v128h", DType::kF16, 192, 128, sm90::launch_forward},
+    {"d192h", DType::kF16, 192, 192, sm90::launch_forward},       {"d256h", DType::kF16, 256, 256, sm90::launch_forward},
+};
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -53,6 +66,7 @@ struct Case {
   bool sinks = false, no_lse = false, bhsd = false, odd_strides = false;
   int nan_mode = 0;  // 1: NaN in keys and values that no sequence uses; 2: a NaN in a visible query
   float amplitude = 1;
+  bool minimum_workspace = false;
 };
 
 struct HostTensor {
@@ -70,7 +84,7 @@ void parallel(std::int64_t n, const std::function<void(std::int64_t)>& f) {
   for (auto& t : ts) t.join();
 }
 
-bool run_case(const ProbeVariant& var, Case c) {
+bool run_case(const Kernel& var, Case c) {
   if (c.d == 0) c.d = var.head_dim;
   if (c.dv == 0) c.dv = var.head_dim_v;
   const bool packed = !c.cu_q.empty();
@@ -128,13 +142,17 @@ bool run_case(const ProbeVariant& var, Case c) {
   a.cu_seqlens_q = ints(c.cu_q); a.cu_seqlens_kv = ints(c.cu_kv); a.seqused_q = ints(c.used_q); a.seqused_kv = ints(c.used_kv);
   if (!c.q_offset.empty()) { a.q_offset = (const std::int64_t*)up(c.q_offset.data(), c.q_offset.size() * 8); frees.push_back((void*)a.q_offset); }
   if (c.sinks) { a.sinks = up(sinks.data(), sinks.size() * 4); frees.push_back((void*)a.sinks); }
-  a.workspace_bytes = 64 << 20;
-  CK(cudaMalloc(&a.workspace, a.workspace_bytes)); frees.push_back(a.workspace); CK(cudaMemset(a.workspace, 0xff, a.workspace_bytes));
+  // One byte off, so that it is aligned to nothing, and no larger than was asked for.
+  a.workspace_bytes = c.minimum_workspace ? sm90::forward_workspace_size(p).minimum : sm90::forward_workspace_size(p).preferred;
+  void* workspace;
+  CK(cudaMalloc(&workspace, a.workspace_bytes + 1)); frees.push_back(workspace); CK(cudaMemset(workspace, 0xff, a.workspace_bytes + 1));
+  a.workspace = static_cast<char*>(workspace) + 1;
   std::vector<std::uint16_t> first;
   bool ok = true; std::string why;
   for (int rep = 0; rep < 2; ++rep) {
     CK(cudaMemcpy(a.out.data, o.data.data(), o.data.size() * 2, cudaMemcpyHostToDevice));
-    Status s = var.run(p, a);
+    Status s = sm90::supports_forward(p);
+    if (s.ok()) s = var.run(p, a);
     if (!s.ok()) { ok = false; why = s.message; break; }
     CK(cudaDeviceSynchronize());
     std::vector<std::uint16_t> got(o.data.size());
@@ -206,17 +224,18 @@ bool run_case(const ProbeVariant& var, Case c) {
   return ok;
 }
 
-std::vector<Case> cases(const ProbeVariant& v) {
+std::vector<Case> cases(const Kernel& v) {
   const BandMask full{}, causal{kUnbounded, 0, Alignment::kBottomRight}, causal_tl{kUnbounded, 0, Alignment::kTopLeft};
   std::vector<Case> r;
   const auto add = [&](Case c) { r.push_back(std::move(c)); };
-  if (v.score_function) {
-    add({.name = "softcap", .batch = 2, .sq = 300, .skv = 413, .mask = causal, .softcap = 15});
-    add({.name = "softcap 30", .sq = 300, .skv = 413, .scale = 1, .softcap = 30});
-    add({.name = "negative scale", .sq = 300, .skv = 300, .mask = causal, .scale = -0.1});
-    add({.name = "zero scale", .sq = 300, .skv = 300, .mask = causal, .scale = 0});
-    return r;
-  }
+  add({.name = "softcap", .batch = 2, .sq = 300, .skv = 413, .mask = causal, .softcap = 15});
+  add({.name = "softcap 30", .sq = 300, .skv = 413, .scale = 1, .softcap = 30});
+  add({.name = "negative scale", .sq = 300, .skv = 300, .mask = causal, .scale = -0.1});
+  add({.name = "zero scale", .sq = 300, .skv = 300, .mask = causal, .scale = 0});
+  add({.name = "softcap packed nan", .sq = 500, .skv = 400, .mask = causal, .softcap = 20, .cu_q = {0, 200, 500}, .cu_kv = {0, 300, 400}, .used_kv = {211, 99}, .nan_mode = 1});
+  add({.name = "odd strides, no room", .batch = 2, .sq = 130, .skv = 257, .mask = causal, .odd_strides = true, .minimum_workspace = true});
+  add({.name = "odd dims, no room", .batch = 2, .sq = 130, .skv = 257, .d = v.head_dim - 3, .dv = v.head_dim_v - 5, .mask = causal, .minimum_workspace = true});
+  add({.name = "seqused nan, no room", .batch = 3, .sq = 300, .skv = 500, .d = v.head_dim - 1, .dv = v.head_dim_v - 1, .mask = causal, .used_q = {300, 0, 111}, .used_kv = {33, 500, 450}, .nan_mode = 1, .minimum_workspace = true});
   add({.name = "one tile", .sq = 128, .skv = 128});
   add({.name = "full 1024", .batch = 2, .sq = 1024, .skv = 1024});
   add({.name = "causal 1024", .batch = 2, .sq = 1024, .skv = 1024, .mask = causal});
@@ -274,8 +293,8 @@ unsigned megahertz() { unsigned c = 0; if (clock_function) clock_function(nvml_d
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // All variants with the same head dims and dtype run on the same tensors, alternating.
-void time_variants(const std::vector<ProbeVariant>& vs, int s, bool causal, bool sustained, int hkv_divisor) {
-  const ProbeVariant& v0 = vs.front();
+void time_variants(const std::vector<Kernel>& vs, int s, bool causal, bool sustained, int hkv_divisor) {
+  const Kernel& v0 = vs.front();
   const int heads = 2048 / v0.head_dim_v, batch = 16384 / s, hkv = heads / hkv_divisor;
   Problem p;
   p.dtype = v0.dtype; p.device_type = DeviceType::kCuda; p.batch = batch; p.seqlen_q = p.seqlen_kv = p.max_seqlen_q = p.max_seqlen_kv = s; p.heads_q = heads; p.heads_kv = hkv;
@@ -291,7 +310,7 @@ void time_variants(const std::vector<ProbeVariant>& vs, int s, bool causal, bool
   a.workspace_bytes = 1 << 20; CK(cudaMalloc(&a.workspace, a.workspace_bytes)); frees.push_back(a.workspace);
   const double fl = 2.0 * batch * heads * (double)s * s * (v0.head_dim + v0.head_dim_v) * (causal ? 0.5 : 1);
   cudaEvent_t e0, e1; cudaEventCreate(&e0); cudaEventCreate(&e1);
-  const auto run = [&](const ProbeVariant& v) { Status st = v.run(p, a); if (!st.ok()) { printf("%s\n", st.message.c_str()); exit(3); } };
+  const auto run = [&](const Kernel& v) { Status st = v.run(p, a); if (!st.ok()) { printf("%s\n", st.message.c_str()); exit(3); } };
   std::vector<std::vector<float>> t(vs.size());
   for (auto& v : vs) run(v);
   CK(cudaDeviceSynchronize());
@@ -319,8 +338,8 @@ int main(int argc, char** argv) {
   int first = 2;
   std::string shapes;
   if (mode == "time" || mode == "cool") shapes = argv[first++];
-  std::vector<ProbeVariant> chosen;
-  for (int i = first; i < argc; ++i) for (auto& v : probe_variants()) if (std::string(v.name) == argv[i] || std::string(argv[i]) == "all") chosen.push_back(v);
+  std::vector<Kernel> chosen;
+  for (int i = first; i < argc; ++i) for (auto& v : kKernels) if (std::string(v.name) == argv[i] || std::string(argv[i]) == "all") chosen.push_back(v);
   if (mode == "check") {
     int failed = 0, count = 0;
     for (auto& v : chosen) for (auto& c : cases(v)) { ++count; failed += !run_case(v, c); }
