@@ -121,7 +121,8 @@ struct Band {
   }
 
   // The rows that see all of keys [n_begin, n_end); empty if one of the keys does not exist.
-  [[nodiscard]] FG_HOST_DEVICE constexpr Range q_range_full(std::int64_t n_begin, std::int64_t n_end) const {
+  [[nodiscard]] FG_HOST_DEVICE constexpr Range q_range_full(std::int64_t n_begin,
+                                                            std::int64_t n_end) const {
     if (n_begin < 0 || n_end > seqlen_kv || n_end <= n_begin) {
       return {0, 0};
     }

@@ -1,28 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention forward for Hopper, bf16 and f16.
 //
-// A CTA takes tiles from a work list until none is left. A tile is 64 query rows of one head per consumer warpgroup; its key blocks stream
-// past from the last to the first:
+// A CTA takes tiles from a work list until none is left. A tile is 64 query rows of one head per
+// consumer warpgroup; its key blocks stream past from the last to the first:
 //
 //   (1) S = Q K^T                                    wgmma, f32
-//   (2) m' = max(m, rowmax S), P = exp2(c S - c m')  c = scale * log2(e); with a mask only in blocks at the edge of the band
-//   (3) O = exp2(c m - c m') O, l likewise           skipped while no row's maximum has grown by much (fwd_softmax.cuh)
-//   (4) O += P V, l += rowsum P                      P from registers, in the input dtype
-//   (5) out = O / l, lse = ln(2) (c m + log2 l)      fwd_store.cuh
+//   (2) m' = max(m, rowmax S), P = exp2(c S - c m')  c = scale * log2(e); with a mask only in
+//   blocks at the edge of the band (3) O = exp2(c m - c m') O, l likewise           skipped while
+//   no row's maximum has grown by much (fwd_softmax.cuh) (4) O += P V, l += rowsum P P from
+//   registers, in the input dtype (5) out = O / l, lse = ln(2) (c m + log2 l)      fwd_store.cuh
 //
-// Product (1) of a block is issued right before product (4) of the block ahead of it, and the consumers' softmaxes run under each other's
-// products: with three consumers by themselves, with two by ping-pong, where one's products are issued only after the other's.
+// Product (1) of a block is issued right before product (4) of the block ahead of it, and the
+// consumers' softmaxes run under each other's products: with three consumers by themselves, with
+// two by ping-pong, where one's products are issued only after the other's.
 //
 // | warps                     | role                                                              |
 // | warpgroup 0, warp 0       | producer: loads Q, K, V (fwd_load.cuh)                            |
 // | warpgroup 0, warp 1       | scheduler: takes tiles from the work list and describes them      |
 // | warpgroups 1, 2 (, 3)     | consumers                                                         |
 //
-// Shared memory and its barriers: fwd_shared.cuh. Named barriers 1 to num_consumers hold the ping-pong's token; as many behind them each
-// join the warps of one consumer.
+// Shared memory and its barriers: fwd_shared.cuh. Named barriers 1 to num_consumers hold the
+// ping-pong's token; as many behind them each join the warps of one consumer.
 //
-// H200, 16k tokens, TFLOP/s cool: three consumers of 80 keys instead of two of 128 at d128, full 16k 686 -> 727 (a K or V that is loaded
-// serves 192 rows instead of 128); sections of heads with none left over, causal 16k 640 -> 700.
+// H200, 16k tokens, TFLOP/s cool: three consumers of 80 keys instead of two of 128 at d128, full
+// 16k 686 -> 727 (a K or V that is loaded serves 192 rows instead of 128); sections of heads with
+// none left over, causal 16k 640 -> 700.
 #pragma once
 
 #include <cstdint>
@@ -37,18 +39,28 @@
 
 namespace flashgrad::sm90 {
 
-// The value of lane 0, which ptxas then knows to be the same in all lanes: what follows from it goes to uniform registers.
-__device__ __forceinline__ std::uint32_t uniform(std::uint32_t x) { return __shfl_sync(0xffffffffU, x, 0); }
-__device__ __forceinline__ std::int32_t uniform(std::int32_t x) { return __shfl_sync(0xffffffffU, x, 0); }
-__device__ __forceinline__ FwdBlocks uniform(const FwdBlocks& x) { return {uniform(x.begin), uniform(x.full_begin), uniform(x.full_end), uniform(x.end)}; }
+// The value of lane 0, which ptxas then knows to be the same in all lanes: what follows from it
+// goes to uniform registers.
+__device__ __forceinline__ std::uint32_t uniform(std::uint32_t x) {
+  return __shfl_sync(0xffffffffU, x, 0);
+}
+__device__ __forceinline__ std::int32_t uniform(std::int32_t x) {
+  return __shfl_sync(0xffffffffU, x, 0);
+}
+__device__ __forceinline__ FwdBlocks uniform(const FwdBlocks& x) {
+  return {uniform(x.begin), uniform(x.full_begin), uniform(x.full_end), uniform(x.end)};
+}
 
-// Rows [begin, end) of a V tile become 0. By all threads of a warpgroup, for that warpgroup's products.
+// Rows [begin, end) of a V tile become 0. By all threads of a warpgroup, for that warpgroup's
+// products.
 template <int kRows, int kBoxes>
-__device__ __forceinline__ void clear_value_rows(std::uint32_t tile, int begin, int end, int barrier) {
+__device__ __forceinline__ void clear_value_rows(std::uint32_t tile, int begin, int end,
+                                                 int barrier) {
   for (int i = static_cast<int>(threadIdx.x) % 128; i < (end - begin) * 8; i += 128) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      store_shared(tile + box * kRows * tile::kBoxRowBytes + begin * tile::kBoxRowBytes + i * 16, 0, 0, 0, 0);
+      store_shared(tile + box * kRows * tile::kBoxRowBytes + begin * tile::kBoxRowBytes + i * 16, 0,
+                   0, 0, 0);
     }
   }
   ptx::fence_proxy_async();
@@ -56,7 +68,8 @@ __device__ __forceinline__ void clear_value_rows(std::uint32_t tile, int begin, 
 }
 
 template <FwdVariant kVariant, bool kScoreFunction, class T>
-__device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, const FwdParams& p, int consumer) {
+__device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, const FwdParams& p,
+                                             int consumer) {
   static constexpr FwdConfig C = fwd_config(kVariant);
   using QTile = tile::SwizzledTile<C.block_m()>;
   using KvTile = tile::SwizzledTile<C.block_n>;
@@ -105,7 +118,8 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       rows.sum[r] = 0.0F;
     }
     const FwdBlocks loaded = uniform(tile.blocks);
-    // The 64 rows of this warpgroup see fewer blocks than the tile, and need the mask in fewer of them.
+    // The 64 rows of this warpgroup see fewer blocks than the tile, and need the mask in fewer of
+    // them.
     const FwdBlocks blocks = uniform(tile.part_blocks[consumer]);
 
     // A block that only other warpgroups use.
@@ -140,21 +154,27 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       const int2* const row_keys = shared.row_keys(slot.stage()) + warp_row + lane / 4;
       const std::uint32_t q_address = uniform(shared.q() + 64 * tile::kBoxRowBytes * consumer);
 
-      const auto describe_k = [&] { return KvTile::k_major_descriptor(uniform(shared.k(ring.stage()))); };
-      const auto describe_v = [&] { return KvTile::mn_major_descriptor(uniform(shared.v(ring.previous().stage()))); };
+      const auto describe_k = [&] {
+        return KvTile::k_major_descriptor(uniform(shared.k(ring.stage())));
+      };
+      const auto describe_v = [&] {
+        return KvTile::mn_major_descriptor(uniform(shared.v(ring.previous().stage())));
+      };
       const auto issue_scores = [&](std::uint64_t k_descriptor) {  // (1)
         const std::uint64_t q_descriptor = QTile::k_major_descriptor(q_address);
         ptx::wgmma_ss<C.block_n, T, false, 0, 0>(s, q_descriptor, k_descriptor);
 #pragma unroll
         for (int k = 1; k < C.head_dim / 16; ++k) {
-          ptx::wgmma_ss<C.block_n, T, true, 0, 0>(s, q_descriptor + QTile::k_major_step(k), k_descriptor + KvTile::k_major_step(k));
+          ptx::wgmma_ss<C.block_n, T, true, 0, 0>(s, q_descriptor + QTile::k_major_step(k),
+                                                  k_descriptor + KvTile::k_major_step(k));
         }
         ptx::wgmma_commit();
       };
       const auto issue_out = [&](std::uint64_t v_descriptor) {  // (4)
 #pragma unroll
         for (int k = 0; k < C.block_n / 16; ++k) {
-          ptx::wgmma_rs<C.head_dim_v, T, true, 1>(o, probabilities + 4 * k, v_descriptor + KvTile::mn_major_step(k));
+          ptx::wgmma_rs<C.head_dim_v, T, true, 1>(o, probabilities + 4 * k,
+                                                  v_descriptor + KvTile::mn_major_step(k));
         }
         ptx::wgmma_commit();
       };
@@ -185,7 +205,8 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         ptx::wgmma_wait<1>();
         ptx::pin(s);
         release(shared.k_empty(ring.stage()));
-        const bool grown = softmax_block<C.block_n, kScoreFunction, kMasked>(s, &rows, rescale, row_keys, n * C.block_n + key_in_block, p);  // (2)
+        const bool grown = softmax_block<C.block_n, kScoreFunction, kMasked>(
+            s, &rows, rescale, row_keys, n * C.block_n + key_in_block, p);  // (2)
         ptx::pin(s);
         if constexpr (C.late_wait) {
           // The branch around the waits keeps ptxas from moving them ahead of the exponentials.
@@ -199,7 +220,8 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
           }
           release(shared.v_empty(before.stage()));
         } else {
-          // ptxas moves this wait and the release up to the maxima. V is free early then, and other consumers' products cover the rest.
+          // ptxas moves this wait and the release up to the maxima. V is free early then, and other
+          // consumers' products cover the rest.
           ptx::wgmma_wait<0>();
           ptx::pin(o);
           release(shared.v_empty(before.stage()));
@@ -229,16 +251,19 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       ptx::pin(s);
       release(shared.k_empty(ring.stage()));
       ring.advance();
-      softmax_block<C.block_n, kScoreFunction, true>(s, &rows, rescale, row_keys, n * C.block_n + key_in_block, p);
+      softmax_block<C.block_n, kScoreFunction, true>(s, &rows, rescale, row_keys,
+                                                     n * C.block_n + key_in_block, p);
       pack_probabilities();
 #pragma unroll 1
       for (int i = 0; i < skipped; ++i) {
         skip_v({first.uses + static_cast<std::uint32_t>(i)});
       }
-      if (const int keys = static_cast<int>(tile.band.seqlen_kv) - n * C.block_n; p.clear_values && keys < C.block_n) {
+      if (const int keys = static_cast<int>(tile.band.seqlen_kv) - n * C.block_n;
+          p.clear_values && keys < C.block_n) {
         const RingPosition<C.stages> last = ring.previous();
         ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
-        clear_value_rows<C.block_n, C.boxes(C.head_dim_v)>(shared.v(last.stage()), keys, C.block_n, 1 + C.num_consumers + consumer);
+        clear_value_rows<C.block_n, C.boxes(C.head_dim_v)>(shared.v(last.stage()), keys, C.block_n,
+                                                           1 + C.num_consumers + consumer);
       }
       --n;
 #pragma unroll 1
@@ -277,7 +302,8 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
 }
 
 template <FwdVariant kVariant, bool kScoreFunction, class T>
-__global__ void __launch_bounds__(fwd_config(kVariant).threads(), 1) fwd_main(const __grid_constant__ FwdMaps maps, const __grid_constant__ FwdParams p) {
+__global__ void __launch_bounds__(fwd_config(kVariant).threads(), 1)
+    fwd_main(const __grid_constant__ FwdMaps maps, const __grid_constant__ FwdParams p) {
   static constexpr FwdConfig C = fwd_config(kVariant);
   static_assert(C.valid(), "shared memory, registers, or multiples of a tile's sides");
   extern __shared__ __align__(tile::kTileAlignment) std::uint8_t memory[];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shapes of the forward's kernels as values: tiles, stages, registers, and what follows from them.
+// The shapes of the forward's kernels as values: tiles, stages, registers, and what follows from
+// them.
 #pragma once
 
 #include <iterator>
@@ -24,8 +25,12 @@ struct FwdConfig {
   constexpr int consumer_registers() const { return num_consumers == 2 ? 232 : 160; }
   constexpr int producer_registers() const { return num_consumers == 2 ? 40 : 32; }
 
-  static constexpr int boxes(int columns) { return (columns + tile::kBoxColumns - 1) / tile::kBoxColumns; }
-  static constexpr int bytes(int rows, int columns) { return boxes(columns) * rows * tile::kBoxRowBytes; }
+  static constexpr int boxes(int columns) {
+    return (columns + tile::kBoxColumns - 1) / tile::kBoxColumns;
+  }
+  static constexpr int bytes(int rows, int columns) {
+    return boxes(columns) * rows * tile::kBoxRowBytes;
+  }
   constexpr int q_bytes() const { return bytes(block_m(), head_dim); }
   constexpr int k_bytes() const { return bytes(block_n, head_dim); }
   constexpr int v_bytes() const { return bytes(block_n, head_dim_v); }
@@ -41,11 +46,15 @@ struct FwdConfig {
   constexpr int num_barriers() const { return 7 + 4 * stages; }
   constexpr int shared_bytes() const { return barrier_offset() + 8 * num_barriers(); }
 
-  // S, P as operands and O of a consumer thread, and what wgmma itself takes (registers begin at 24, two more are reserved).
-  constexpr int live_registers() const { return 24 + block_n / 2 + block_n / 4 + head_dim_v / 2 + 2; }
+  // S, P as operands and O of a consumer thread, and what wgmma itself takes (registers begin at
+  // 24, two more are reserved).
+  constexpr int live_registers() const {
+    return 24 + block_n / 2 + block_n / 4 + head_dim_v / 2 + 2;
+  }
   constexpr bool valid() const {
-    return shared_bytes() <= 227 * 1024 && live_registers() <= consumer_registers() && block_n % 16 == 0 && block_n <= 128 && head_dim % 16 == 0 &&
-           head_dim_v % 32 == 0 && (stages & (stages - 1)) == 0 && num_consumers <= 3;
+    return shared_bytes() <= 227 * 1024 && live_registers() <= consumer_registers() &&
+           block_n % 16 == 0 && block_n <= 128 && head_dim % 16 == 0 && head_dim_v % 32 == 0 &&
+           (stages & (stages - 1)) == 0 && num_consumers <= 3;
   }
 };
 
@@ -62,6 +71,8 @@ inline constexpr FwdConfig kFwdConfigs[] = {
 #undef FG_FWD_VARIANT
 };
 
-constexpr const FwdConfig& fwd_config(FwdVariant variant) { return kFwdConfigs[static_cast<int>(variant)]; }
+constexpr const FwdConfig& fwd_config(FwdVariant variant) {
+  return kFwdConfigs[static_cast<int>(variant)];
+}
 
 }  // namespace flashgrad::sm90

@@ -35,10 +35,11 @@ struct FwdParams {
 
   std::int32_t head_dim, head_dim_v;
   std::uint32_t heads_q;
-  std::uint32_t group;          // query heads per key head
-  std::uint32_t num_m_blocks;   // of a sequence; if packed, the schedule's capacity
-  std::uint32_t num_units;      // batch * heads_q; heads_q if packed
-  std::uint32_t section_units;  // units whose keys share the L2: their tiles run together, longest first
+  std::uint32_t group;         // query heads per key head
+  std::uint32_t num_m_blocks;  // of a sequence; if packed, the schedule's capacity
+  std::uint32_t num_units;     // batch * heads_q; heads_q if packed
+  std::uint32_t
+      section_units;  // units whose keys share the L2: their tiles run together, longest first
   std::uint32_t wide_sections;  // the first sections, which have one unit more
 
   const FwdScheduleEntry* schedule;    // (num_m_blocks), or null: fixed length
@@ -47,10 +48,11 @@ struct FwdParams {
 
   bool last_block_first;  // the last query block sees the most keys
   bool out_vectors;       // rows of out can be written 16 bytes at a time
-  bool clear_values;      // behind a sequence's last key may lie anything, not only the zeros of the copy engine
-  float scale_log2;       // scale * log2(e), positive without a score function
-  float scale_softcap;    // scale / softcap
-  float softcap_log2;     // softcap * log2(e); 0: none
+  bool clear_values;    // behind a sequence's last key may lie anything, not only the zeros of the
+                        // copy engine
+  float scale_log2;     // scale * log2(e), positive without a score function
+  float scale_softcap;  // scale / softcap
+  float softcap_log2;   // softcap * log2(e); 0: none
 };
 
 }  // namespace flashgrad::sm90

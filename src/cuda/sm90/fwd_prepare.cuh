@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What runs before the forward's main kernel: the work list of a packed batch, whose lengths only the device knows; the fill of rows that
-// belong to no sequence; the copy of tensors that the copy engine cannot address.
+// What runs before the forward's main kernel: the work list of a packed batch, whose lengths only
+// the device knows; the fill of rows that belong to no sequence; the copy of tensors that the copy
+// engine cannot address.
 #pragma once
 
 #include <math_constants.h>
@@ -13,9 +14,11 @@ namespace flashgrad::sm90 {
 
 inline constexpr int kFwdPrepareThreads = 1024;
 
-// One CTA. A counting sort of all (sequence, query block) by their number of keys, longest first. The order of ties changes from call to
-// call: it decides when a tile runs, not what it computes.
-__device__ __forceinline__ void make_schedule(const Sequences& sequences, int block_m, std::int64_t max_seqlen_kv, std::uint32_t capacity, FwdScheduleEntry* schedule,
+// One CTA. A counting sort of all (sequence, query block) by their number of keys, longest first.
+// The order of ties changes from call to call: it decides when a tile runs, not what it computes.
+__device__ __forceinline__ void make_schedule(const Sequences& sequences, int block_m,
+                                              std::int64_t max_seqlen_kv, std::uint32_t capacity,
+                                              FwdScheduleEntry* schedule,
                                               std::uint32_t* schedule_size) {
   constexpr int kBuckets = kFwdPrepareThreads;
   __shared__ std::uint32_t position[kBuckets];
@@ -31,8 +34,10 @@ __device__ __forceinline__ void make_schedule(const Sequences& sequences, int bl
       const auto blocks = static_cast<std::int32_t>((band.seqlen_q + block_m - 1) / block_m);
       for (std::int32_t m_block = lane; m_block < blocks; m_block += 32) {
         const std::int64_t m_begin = static_cast<std::int64_t>(m_block) * block_m;
-        const std::int64_t bucket = band.kv_range(m_begin, m_begin + block_m).size() * kBuckets / (max_seqlen_kv + 1);
-        visit(FwdScheduleEntry{static_cast<std::int32_t>(span), m_block}, static_cast<int>(max(kBuckets - 1 - bucket, std::int64_t{0})));
+        const std::int64_t bucket =
+            band.kv_range(m_begin, m_begin + block_m).size() * kBuckets / (max_seqlen_kv + 1);
+        visit(FwdScheduleEntry{static_cast<std::int32_t>(span), m_block},
+              static_cast<int>(max(kBuckets - 1 - bucket, std::int64_t{0})));
       }
     }
   };
@@ -66,8 +71,10 @@ __device__ __forceinline__ void make_schedule(const Sequences& sequences, int bl
   });
 }
 
-// Whether row `row` of batch entry `batch_index` (0 if packed) belongs to a sequence and is one of its rows that count.
-__device__ __forceinline__ bool row_is_used(const Sequences& s, std::int64_t batch_index, std::int64_t row) {
+// Whether row `row` of batch entry `batch_index` (0 if packed) belongs to a sequence and is one of
+// its rows that count.
+__device__ __forceinline__ bool row_is_used(const Sequences& s, std::int64_t batch_index,
+                                            std::int64_t row) {
   std::int64_t b = batch_index;
   std::int64_t begin = 0;
   if (s.packed()) {
@@ -105,14 +112,17 @@ struct FwdPrepareParams {
   std::uint32_t* next_work;      // becomes 0
 };
 
-// CTA 0 makes the work list; the others, a warp a row, write out = 0 and lse = -inf where a row is not used.
-static __global__ void __launch_bounds__(kFwdPrepareThreads, 1) fwd_prepare(const __grid_constant__ FwdPrepareParams p) {
+// CTA 0 makes the work list; the others, a warp a row, write out = 0 and lse = -inf where a row is
+// not used.
+static __global__ void __launch_bounds__(kFwdPrepareThreads, 1)
+    fwd_prepare(const __grid_constant__ FwdPrepareParams p) {
   if (blockIdx.x == 0) {
     if (threadIdx.x == 0) {
       *p.next_work = 0;
     }
     if (p.schedule != nullptr) {
-      make_schedule(p.sequences, p.block_m, p.max_seqlen_kv, p.capacity, p.schedule, p.schedule_size);
+      make_schedule(p.sequences, p.block_m, p.max_seqlen_kv, p.capacity, p.schedule,
+                    p.schedule_size);
     }
     return;
   }
@@ -139,7 +149,8 @@ static __global__ void __launch_bounds__(kFwdPrepareThreads, 1) fwd_prepare(cons
 
 struct FwdCopyParams {
   Tensor source;
-  std::uint16_t* destination;  // (batch, rows, heads, columns rounded up to 8), compact; the padding is never read
+  std::uint16_t* destination;  // (batch, rows, heads, columns rounded up to 8), compact; the
+                               // padding is never read
   std::int64_t rows, heads, columns;
   std::int64_t num_vectors;  // batch * rows * heads
 };
@@ -147,12 +158,16 @@ struct FwdCopyParams {
 inline constexpr int kFwdCopyThreads = 256;
 
 // A warp a vector of columns.
-static __global__ void __launch_bounds__(kFwdCopyThreads) fwd_copy(const __grid_constant__ FwdCopyParams p) {
+static __global__ void __launch_bounds__(kFwdCopyThreads)
+    fwd_copy(const __grid_constant__ FwdCopyParams p) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   constexpr std::int64_t kWarps = kFwdCopyThreads / 32;
   const std::int64_t padded = (p.columns + 7) / 8 * 8;
-  for (std::int64_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < p.num_vectors; i += gridDim.x * kWarps) {
-    const auto* const source = static_cast<const std::uint16_t*>(p.source.data) + p.source.offset(i / p.heads / p.rows, i / p.heads % p.rows, i % p.heads);
+  for (std::int64_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < p.num_vectors;
+       i += gridDim.x * kWarps) {
+    const auto* const source =
+        static_cast<const std::uint16_t*>(p.source.data) +
+        p.source.offset(i / p.heads / p.rows, i / p.heads % p.rows, i % p.heads);
     for (std::int64_t c = lane; c < p.columns; c += 32) {
       p.destination[i * padded + c] = source[c];
     }

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward's shared memory: tiles, barriers and how their uses are counted.
 //
-// | barrier          | arrives                              | waits                | count              |
-// | tile_full[2]     | scheduler                            | producer, consumers  | 1                  |
-// | tile_empty[2]    | a lane of each of their warps        | scheduler            | 4 * consumers + 1  |
-// | tile_wanted      | producer, when few loads are left    | scheduler            | 1                  |
-// | q_full           | producer and the copy engine         | consumers            | 1                  |
-// | q_empty          | a lane of each consumer warp         | producer             | 4 * consumers      |
-// | k_full, v_full   | producer and the copy engine         | consumers            | 1                  |
-// | k_empty, v_empty | a lane of each consumer warp         | producer             | 4 * consumers      |
-// The n-th use of a full barrier completes its phase n. An empty one is waited for with the phase before, so the first wait passes at once.
+// | barrier          | arrives                              | waits                | count | |
+// tile_full[2]     | scheduler                            | producer, consumers  | 1 | |
+// tile_empty[2]    | a lane of each of their warps        | scheduler            | 4 * consumers +
+// 1  | | tile_wanted      | producer, when few loads are left    | scheduler            | 1 | |
+// q_full           | producer and the copy engine         | consumers            | 1 | | q_empty |
+// a lane of each consumer warp         | producer             | 4 * consumers      | | k_full,
+// v_full   | producer and the copy engine         | consumers            | 1                  | |
+// k_empty, v_empty | a lane of each consumer warp         | producer             | 4 * consumers |
+// The n-th use of a full barrier completes its phase n. An empty one is waited for with the phase
+// before, so the first wait passes at once.
 #pragma once
 
 #include <cstdint>
@@ -37,15 +38,26 @@ struct FwdShared {
   std::uint8_t* base;
   std::uint32_t address;
 
-  __device__ explicit FwdShared(std::uint8_t* memory) : base(memory), address(ptx::shared_address(memory)) {}
+  __device__ explicit FwdShared(std::uint8_t* memory)
+      : base(memory), address(ptx::shared_address(memory)) {}
 
-  // Tiles, swizzled (tile/swizzle.hpp): (block_m, head_dim), (block_n, head_dim), (block_n, head_dim_v).
+  // Tiles, swizzled (tile/swizzle.hpp): (block_m, head_dim), (block_n, head_dim), (block_n,
+  // head_dim_v).
   __device__ std::uint32_t q() const { return address + C.q_offset(); }
-  __device__ std::uint32_t k(int stage) const { return address + C.k_offset() + stage * C.k_bytes(); }
-  __device__ std::uint32_t v(int stage) const { return address + C.v_offset() + stage * C.v_bytes(); }
-  // The tile in work and the next; for each of its rows, the first key it sees and the one behind the last.
-  __device__ FwdTile* tile(int slot) const { return reinterpret_cast<FwdTile*>(base + C.tiles_offset() + slot * C.kTileBytes); }
-  __device__ int2* row_keys(int slot) const { return reinterpret_cast<int2*>(base + C.row_keys_offset()) + slot * C.block_m(); }
+  __device__ std::uint32_t k(int stage) const {
+    return address + C.k_offset() + stage * C.k_bytes();
+  }
+  __device__ std::uint32_t v(int stage) const {
+    return address + C.v_offset() + stage * C.v_bytes();
+  }
+  // The tile in work and the next; for each of its rows, the first key it sees and the one behind
+  // the last.
+  __device__ FwdTile* tile(int slot) const {
+    return reinterpret_cast<FwdTile*>(base + C.tiles_offset() + slot * C.kTileBytes);
+  }
+  __device__ int2* row_keys(int slot) const {
+    return reinterpret_cast<int2*>(base + C.row_keys_offset()) + slot * C.block_m();
+  }
   static_assert(sizeof(FwdTile) <= C.kTileBytes && C.tiles_offset() % 16 == 0);
 
   __device__ std::uint32_t barrier(int i) const { return address + C.barrier_offset() + 8 * i; }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward's online softmax over one block of keys, on a consumer thread's part of S: columns 0, 1, 8, 9, 16, 17, ... counted from the
-// thread's own first one, of rows g and g + 8 of its warp's 16.
+// The forward's online softmax over one block of keys, on a consumer thread's part of S: columns 0,
+// 1, 8, 9, 16, 17, ... counted from the thread's own first one, of rows g and g + 8 of its
+// warp's 16.
 #pragma once
 
 #include <math_constants.h>
@@ -12,7 +13,8 @@
 
 namespace flashgrad::sm90 {
 
-// 2 to the power of this is the most by which P may exceed 1 before O is rescaled (FlashAttention-4's idea). f16 holds up to 2^15.
+// 2 to the power of this is the most by which P may exceed 1 before O is rescaled
+// (FlashAttention-4's idea). f16 holds up to 2^15.
 inline constexpr float kRescaleThreshold = 8.0F;
 
 // The running maximum (of scores as they are, not yet times c) and sum of a thread's two rows.
@@ -37,10 +39,13 @@ __device__ __forceinline__ std::uint32_t columns_before(int end) {
   return ~__funnelshift_lc(0U, 0xffffffffU, static_cast<unsigned>(count));
 }
 
-// S becomes P, unnormalised, in place. `row_keys` says which keys the thread's first row sees (begin and end), `row_keys + 8` the second;
-// `first_key` is the key of its first column. Returns whether this warp must multiply O by `rescale`.
+// S becomes P, unnormalised, in place. `row_keys` says which keys the thread's first row sees
+// (begin and end), `row_keys + 8` the second; `first_key` is the key of its first column. Returns
+// whether this warp must multiply O by `rescale`.
 template <int kColumns, bool kScoreFunction, bool kMasked>
-__device__ __forceinline__ bool softmax_block(float (&s)[kColumns / 2], SoftmaxRows* rows, float (&rescale)[2], const int2* row_keys, int first_key, const FwdParams& p) {
+__device__ __forceinline__ bool softmax_block(float (&s)[kColumns / 2], SoftmaxRows* rows,
+                                              float (&rescale)[2], const int2* row_keys,
+                                              int first_key, const FwdParams& p) {
   const float scale = kScoreFunction ? 1.0F : p.scale_log2;
   if constexpr (kScoreFunction) {
 #pragma unroll
@@ -52,7 +57,8 @@ __device__ __forceinline__ bool softmax_block(float (&s)[kColumns / 2], SoftmaxR
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int2 keys = row_keys[8 * r];
-      const std::uint32_t visible = columns_before<kColumns>(keys.y - first_key) & ~columns_before<kColumns>(keys.x - first_key);
+      const std::uint32_t visible = columns_before<kColumns>(keys.y - first_key) &
+                                    ~columns_before<kColumns>(keys.x - first_key);
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll

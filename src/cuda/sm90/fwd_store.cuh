@@ -12,9 +12,11 @@
 
 namespace flashgrad::sm90 {
 
-// Writes O times `factor`. Each quad first exchanges its columns, so that a thread holds 8 neighbours.
+// Writes O times `factor`. Each quad first exchanges its columns, so that a thread holds 8
+// neighbours.
 template <int kColumns, class T>
-__device__ __forceinline__ void store_out(const float (&o)[kColumns / 2], const float (&factor)[2], const FwdParams& p, T* out, int row, int num_rows) {
+__device__ __forceinline__ void store_out(const float (&o)[kColumns / 2], const float (&factor)[2],
+                                          const FwdParams& p, T* out, int row, int num_rows) {
   const int lane_of_quad = static_cast<int>(threadIdx.x) % 4;
   const auto pick = [](const std::uint32_t(&x)[4], int i) {
     const std::uint32_t low = (i & 1) != 0 ? x[1] : x[0];
@@ -67,10 +69,12 @@ __device__ __forceinline__ void store_out(const float (&o)[kColumns / 2], const 
   }
 }
 
-// One warp computes one row of out anew, key by key, of nothing but the keys that the row sees. The products of whole tiles multiply V of
-// the other keys by 0, and 0 * NaN is NaN; so this runs where out is NaN though the row's sum is not.
+// One warp computes one row of out anew, key by key, of nothing but the keys that the row sees. The
+// products of whole tiles multiply V of the other keys by 0, and 0 * NaN is NaN; so this runs where
+// out is NaN though the row's sum is not.
 template <int kColumns, bool kScoreFunction, class T>
-__device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile& tile, int row_in_tile, float lse_log2) {
+__device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile& tile,
+                                              int row_in_tile, float lse_log2) {
   constexpr int kColumnsOfLane = (kColumns + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Range keys = tile.band.kv_range(tile.m_begin + row_in_tile, tile.m_begin + row_in_tile + 1);
@@ -80,22 +84,27 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   for (std::int64_t first = keys.begin; first < keys.end; first += 32) {
     float probability = 0.0F;
     if (first + lane < keys.end) {
-      const T* const k = static_cast<const T*>(p.k.data) + tile.k_offset + (first + lane) * p.k.row_stride;
+      const T* const k =
+          static_cast<const T*>(p.k.data) + tile.k_offset + (first + lane) * p.k.row_stride;
       float score = 0.0F;
 #pragma unroll 1
       for (int c = 0; c < p.head_dim; ++c) {
         score = fmaf(static_cast<float>(q[c]), static_cast<float>(k[c]), score);
       }
-      probability = ptx::exp2_approx((kScoreFunction ? score_function(score, p) : score * p.scale_log2) - lse_log2);
+      probability = ptx::exp2_approx(
+          (kScoreFunction ? score_function(score, p) : score * p.scale_log2) - lse_log2);
     }
     const int count = static_cast<int>(min(keys.end - first, std::int64_t{32}));
 #pragma unroll 1
     for (int j = 0; j < count; ++j) {
-      const T* const v = static_cast<const T*>(p.v.data) + tile.v_offset + (first + j) * p.v.row_stride;
+      const T* const v =
+          static_cast<const T*>(p.v.data) + tile.v_offset + (first + j) * p.v.row_stride;
       const float weight = __shfl_sync(0xffffffffU, probability, j);
 #pragma unroll
       for (int c = 0; c < kColumnsOfLane; ++c) {
-        o[c] = lane + 32 * c < p.head_dim_v ? fmaf(weight, static_cast<float>(v[lane + 32 * c]), o[c]) : 0.0F;
+        o[c] = lane + 32 * c < p.head_dim_v
+                   ? fmaf(weight, static_cast<float>(v[lane + 32 * c]), o[c])
+                   : 0.0F;
       }
     }
   }
@@ -108,9 +117,11 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   }
 }
 
-// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp_row` is the warp's first row in the tile.
+// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp_row` is the
+// warp's first row in the tile.
 template <int kColumns, bool kScoreFunction, class T>
-__device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], const SoftmaxRows& rows, const FwdParams& p, const FwdTile& tile, int warp_row) {
+__device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], const SoftmaxRows& rows,
+                                            const FwdParams& p, const FwdTile& tile, int warp_row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = warp_row + lane / 4;
   float factor[2];
@@ -121,7 +132,9 @@ __device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], cons
     float sum = rows.sum[r];
     sum += __shfl_xor_sync(0xffffffffU, sum, 1);
     sum += __shfl_xor_sync(0xffffffffU, sum, 2);
-    float exponent = rows.maximum[r] == -CUDART_INF_F ? -CUDART_INF_F : rows.maximum[r] * (kScoreFunction ? 1.0F : p.scale_log2);
+    float exponent = rows.maximum[r] == -CUDART_INF_F
+                         ? -CUDART_INF_F
+                         : rows.maximum[r] * (kScoreFunction ? 1.0F : p.scale_log2);
     factor[r] = sum == 0.0F ? 0.0F : 1.0F / sum;
     if (p.sinks != nullptr) {
       const float sink = p.sinks[tile.head] * 1.4426950408889634F;
@@ -136,7 +149,8 @@ __device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], cons
     lse_log2[r] = sum == 0.0F ? -CUDART_INF_F : exponent + log2f(sum);
     const bool exists = row + 8 * r < tile.num_rows;
     if (p.lse && lane % 4 == 0 && exists) {
-      static_cast<float*>(p.lse.data)[tile.lse_offset + (row + 8 * r) * p.lse.row_stride] = lse_log2[r] * 0.6931471805599453F;
+      static_cast<float*>(p.lse.data)[tile.lse_offset + (row + 8 * r) * p.lse.row_stride] =
+          lse_log2[r] * 0.6931471805599453F;
     }
     float zero = 0.0F;
 #pragma unroll
@@ -145,14 +159,16 @@ __device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], cons
     }
     suspicious[r] = exists && factor[r] != 0.0F && sum == sum && zero != 0.0F;
   }
-  store_out<kColumns, T>(o, factor, p, static_cast<T*>(p.out.data) + tile.out_offset, row, tile.num_rows);
+  store_out<kColumns, T>(o, factor, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
+                         tile.num_rows);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     std::uint32_t lanes = __ballot_sync(0xffffffffU, suspicious[r]);
     while (lanes != 0) {
       const int quad = (__ffs(static_cast<int>(lanes)) - 1) / 4;
       lanes &= ~(0xfU << (4 * quad));
-      recompute_row<kColumns, kScoreFunction, T>(p, tile, warp_row + 8 * r + quad, __shfl_sync(0xffffffffU, lse_log2[r], 4 * quad));
+      recompute_row<kColumns, kScoreFunction, T>(p, tile, warp_row + 8 * r + quad,
+                                                 __shfl_sync(0xffffffffU, lse_log2[r], 4 * quad));
     }
   }
 }
