@@ -606,8 +606,14 @@ void time_variants(const std::vector<Kernel>& vs, int s, bool causal, bool susta
     CK(cudaMalloc(&t.data, n * 2));
     frees.push_back(t.data);
     std::vector<std::uint16_t> host(n);
-    for (size_t i = 0; i < n; ++i)
-      host[i] = pool[(i * 2654435761u + (i >> 20) * 40503u + shift * 7919u) & (pool.size() - 1)];
+    // The pool again and again, each time from another place.
+    for (size_t i = 0, turn = 0; i < n; ++turn) {
+      const size_t from = (turn * 40503u + shift * 7919u) % pool.size();
+      const size_t count = std::min(pool.size() - from, n - i);
+      std::copy_n(pool.begin() + static_cast<std::ptrdiff_t>(from), count,
+                  host.begin() + static_cast<std::ptrdiff_t>(i));
+      i += count;
+    }
     CK(cudaMemcpy(t.data, host.data(), n * 2, cudaMemcpyHostToDevice));
     t.dtype = v0.dtype;
     t.head_stride = d;
