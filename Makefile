@@ -8,7 +8,7 @@ input := data/minilm_layer0.safetensors
 demo:
 	@scripts/setup.sh build
 	@cmake --preset release --log-level=WARNING
-	@cmake --build --preset release --target flashgrad_tool
+	@cmake --build --preset release --target flashgrad_cli
 	@mkdir -p build/demo
 	$(flashgrad) run --input $(input) --output build/demo/full.safetensors --check
 	$(flashgrad) run --input $(input) --output build/demo/causal.safetensors --causal --check

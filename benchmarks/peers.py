@@ -24,6 +24,7 @@ import os
 import pathlib
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -315,6 +316,15 @@ def main(argv):
     arguments = parse_arguments(argv)
     if importlib.util.find_spec("torch") is None:
         sys.exit(f"peers.py: {sys.executable} has no PyTorch; see benchmarks/README.md")
+    # So that a peers.py that is told to end takes its worker with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(
+            f"peers.py: the load average is {load:.1f} before anything runs: what shares the "
+            "machine makes barriers slow, and ratios wrong",
+            file=sys.stderr,
+        )
     settings = {
         name: getattr(arguments, name)
         for name in ("layout", "threads", "rounds", "block_seconds", "backend", "library")
@@ -335,7 +345,7 @@ def main(argv):
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **commit(),
         "machine": machine(),
-        "load_average": os.getloadavg(),
+        "load_average_before": load,
         "processes": arguments.processes,
         **{k: v for k, v in settings.items() if k != "library"},
         "versions": facts,

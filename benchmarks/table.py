@@ -96,7 +96,8 @@ def _caption(result):
     machine, versions = result["machine"], result["versions"]
     return "\n".join([
         f"`{result['command']}`",
-        f"{result['date']}, commit {commit}, {result['threads']} threads, {machine['cpu']} "
+        f"{result['date']}, commit {commit}, {result['threads']} threads, load average before "
+        f"{result['load_average_before']:.1f}, {machine['cpu']} "
         f"(family/model {machine['family_model']}; {', '.join(machine['isa'])}), "
         f"PyTorch {versions['pytorch']}, flashgrad {versions['flashgrad']} "
         f"({'; '.join(versions['flashgrad_backends'])}).",

@@ -18,7 +18,6 @@
 namespace flashgrad {
 namespace {
 
-constexpr std::int64_t kMaxHeadDim = 256;
 constexpr int kMaxThreads = 4096;
 // No tensor spans more bytes, and none has more elements: sums and products of two such numbers'
 // parts stay in 64 bits.
@@ -368,13 +367,13 @@ class Validator {
         return invalid(name + ": null data, but its shape is " + shape_text(t.shape, t.ndim));
       }
       // An empty tensor needs no memory; any aligned address says that it was given.
-      *data = reinterpret_cast<void*>(alignof(double));
+      *data = reinterpret_cast<void*>(alignof(double));  // NOLINT(performance-no-int-to-ptr)
     } else {
       if (base % static_cast<std::uintptr_t>(width) != 0) {
         return invalid(name + ": data is not aligned to its dtype (" + std::to_string(width) +
                        " bytes)");
       }
-      *data = reinterpret_cast<void*>(base);
+      *data = reinterpret_cast<void*>(base);  // NOLINT(performance-no-int-to-ptr)
     }
     bytes.base = base;
     lattices_[num_lattices_++] = {bytes, want.name, want.is_output};

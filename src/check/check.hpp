@@ -56,6 +56,7 @@ class CaseRunner {
   double max_flops_;
   CallTensors tensors_;
   WorkspaceMemory memory_;
+  std::vector<std::uint64_t> inputs_;  // digests
   std::unique_ptr<Expected> expected_;
 };
 

@@ -77,7 +77,7 @@ inline std::uint16_t f32_to_f16(float x) {
 // bf16 from f64 in one rounding: f32 by round-to-odd first, so that the second rounding is the only
 // one.
 inline float f64_to_f32_odd(double x) {
-  const float f = static_cast<float>(x);
+  const auto f = static_cast<float>(x);
   if (!std::isfinite(f) || static_cast<double>(f) == x) {
     return f;
   }

@@ -14,6 +14,9 @@ namespace flashgrad {
 enum class Pass : std::uint8_t { kForward, kBackward };
 enum class DeviceType : std::uint8_t { kCpu, kCuda };
 
+// Of q and k, and of v: from 1 to this, independent of each other.
+inline constexpr std::int64_t kMaxHeadDim = 256;
+
 struct Problem {
   DType dtype = DType::kF32;     // q, k, v, out, dout
   DType dq_dtype = DType::kF32;  // of the gradients: dtype or f32

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slices the caller's workspace. Run without memory (null), it measures: sizes and slices come from one piece of code.
+// Slices the caller's workspace. Run without memory (null), it measures: sizes and slices come from
+// one piece of code.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +29,9 @@ class Arena {
   [[nodiscard]] std::size_t used_bytes() const { return used_; }
 
  private:
-  static constexpr std::size_t round_up(std::size_t n) { return (n + kAlignment - 1) / kAlignment * kAlignment; }
+  static constexpr std::size_t round_up(std::size_t n) {
+    return (n + kAlignment - 1) / kAlignment * kAlignment;
+  }
 
   std::uintptr_t begin_;
   std::size_t used_ = 0;

@@ -6,8 +6,6 @@
 namespace flashgrad {
 namespace {
 
-constexpr std::int64_t kMaxHeadDim = 256;
-
 const cpu::Kernels& kernels(const Problem& p) {
   const cpu::InstructionSet& set = *cpu::selected_instruction_set();
   return p.dtype == DType::kBF16 ? *set.bf16 : *set.other;
@@ -15,7 +13,9 @@ const cpu::Kernels& kernels(const Problem& p) {
 
 const char* detail() {
   const cpu::InstructionSet* set = cpu::selected_instruction_set();
-  return set != nullptr ? set->name : "FLASHGRAD_CPU_ISA names an instruction set that is unknown or that this machine lacks";
+  return set != nullptr ? set->name
+                        : "FLASHGRAD_CPU_ISA names an instruction set that is unknown or that this "
+                          "machine lacks";
 }
 
 bool available() { return cpu::selected_instruction_set() != nullptr; }
@@ -27,16 +27,15 @@ Status supports(const Problem& p, Pass /*pass*/) {
   if (p.dtype == DType::kF64) {
     return unsupported("q: dtype f64, want f32, bf16 or f16");
   }
-  if (p.head_dim > kMaxHeadDim || p.head_dim_v > kMaxHeadDim) {
-    return unsupported("q, v: head_dim " + std::to_string(p.head_dim) + ", head_dim_v " + std::to_string(p.head_dim_v) + ", want at most 256");
-  }
   if (!available()) {
     return invalid(cpu::selection_error());
   }
   return {};
 }
 
-WorkspaceSize workspace_size(const Problem& p, Pass pass) { return kernels(p).workspace_size(p, pass); }
+WorkspaceSize workspace_size(const Problem& p, Pass pass) {
+  return kernels(p).workspace_size(p, pass);
+}
 
 Status forward(const Problem& p, const Args& args) {
   kernels(p).forward(p, args);

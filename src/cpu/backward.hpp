@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward pass of the CPU backend, as a template over the instruction set.
 //
-// A job is one kv head of one sequence with its group of query heads. Its work is two kinds of tasks: packing a block of query rows
-// (backward_pack.hpp), then one task per key block (backward_block.hpp), which needs all packs of the job. Jobs run in one of three ways,
-// with the same bits:
+// A job is one kv head of one sequence with its group of query heads. Its work is two kinds of
+// tasks: packing a block of query rows (backward_pack.hpp), then one task per key block
+// (backward_block.hpp), which needs all packs of the job. Jobs run in one of three ways, with the
+// same bits:
 //   - nothing visible: zeros are written;
-//   - alone: a small job is one thread's, from packs to outputs, in that thread's memory; threads never wait for each other;
-//   - in waves: as many jobs as fit the memory, or as give the threads enough to do, share their tasks among all threads. Key blocks are
-//     taken in ascending order, heads fastest. With room for two waves, threads that find no task left go on to the next one.
+//   - alone: a small job is one thread's, from packs to outputs, in that thread's memory; threads
+//   never wait for each other;
+//   - in waves: as many jobs as fit the memory, or as give the threads enough to do, share their
+//   tasks among all threads. Key blocks are
+//     taken in ascending order, heads fastest. With room for two waves, threads that find no task
+//     left go on to the next one.
 //
-// Workspace: per thread its key block's buffers and the packs of a small job; one or two waves of packs; dsinks' partial sums.
-// It grows linearly with the sequence length, the minimum holds one job.
+// Workspace: per thread its key block's buffers and the packs of a small job; one or two waves of
+// packs; dsinks' partial sums. It grows linearly with the sequence length, the minimum holds one
+// job.
 #pragma once
 
 #include "core/backend.hpp"
@@ -19,9 +24,11 @@
 
 namespace flashgrad::cpu {
 
-// Jobs up to this many multiply-adds a product, with one key block, run alone: about 10 us, too short to share.
+// Jobs up to this many multiply-adds a product, with one key block, run alone: about 10 us, too
+// short to share.
 inline constexpr std::int64_t kAloneWork = 1 << 21;
-// Rows that the packs of a job that runs alone may have (over the group; a whole panel per head is always allowed).
+// Rows that the packs of a job that runs alone may have (over the group; a whole panel per head is
+// always allowed).
 inline constexpr std::int64_t kAloneRows = 512;
 // Jobs of a wave at most, key-block tasks per thread at least (if memory allows).
 inline constexpr std::int64_t kMaxWaveJobs = 64;
@@ -30,13 +37,15 @@ inline constexpr std::int64_t kTasksPerThread = 4;
 template <class Isa>
 class Backward {
  public:
-  Backward(const Problem& p, const Args& args) : p_(p), args_(args), plan_(p), num_jobs_(p.batch * p.heads_kv) {}
+  Backward(const Problem& p, const Args& args)
+      : p_(p), args_(args), plan_(p), num_jobs_(p.batch * p.heads_kv) {}
 
   static WorkspaceSize workspace_size(const Problem& p) {
     const Args no_data;
     const Backward backward(p, no_data);
     const std::int64_t wave_jobs = backward.wave_jobs(p.num_threads);
-    const std::size_t job = backward.job_bytes(p.max_seqlen_q, p.max_seqlen_kv);
+    const std::size_t job =
+        backward.num_jobs_ > 0 ? backward.job_bytes(p.max_seqlen_q, p.max_seqlen_kv) : 0;
     Arena fixed;
     backward.take_fixed(fixed, p.num_threads, nullptr);
     const std::size_t base = fixed.used_bytes() + Arena::kAlignment;
@@ -65,9 +74,11 @@ class Backward {
     std::byte* alone;  // packs of a job that runs alone
   };
 
-  // A set of jobs whose tasks the threads share, and how far they are. Written by the one thread that fills it, before `ready`.
+  // A set of jobs whose tasks the threads share, and how far they are. Written by the one thread
+  // that fills it, before `ready`.
   struct Wave {
-    alignas(Arena::kAlignment) std::atomic<std::int64_t> claimed;  // the number of the wave that it holds, or is being filled with
+    alignas(Arena::kAlignment) std::atomic<std::int64_t> claimed;  // the number of the wave that it
+                                                                   // holds, or is being filled with
     std::atomic<std::int64_t> ready;                               // likewise, once it is filled
     std::atomic<int> left;                                         // threads that are done with it
     std::byte* memory;
@@ -134,8 +145,10 @@ class Backward {
   }
 
   [[nodiscard]] bool runs_alone(const Band& band) const {
-    return band.seqlen_q <= alone_rows() && blocks_of<Isa>(band.seqlen_q, band.seqlen_kv).num_kv == 1 &&
-           band.seqlen_q * band.seqlen_kv * p_.group() * (p_.head_dim + p_.head_dim_v) <= 2 * kAloneWork;
+    return band.seqlen_q <= alone_rows() &&
+           blocks_of<Isa>(band.seqlen_q, band.seqlen_kv).num_kv == 1 &&
+           band.seqlen_q * band.seqlen_kv * p_.group() * (p_.head_dim + p_.head_dim_v) <=
+               2 * kAloneWork;
   }
 
   // Room for the largest job that may run alone; none if every sequence is too long.
@@ -149,7 +162,8 @@ class Backward {
 
   // Rows that belong to no sequence.
   void zero_unused(int thread, int num_threads) const {
-    const auto zero = [&](const Tensor& t, std::int64_t batch_index, Range rows, std::int64_t heads, std::int64_t n) {
+    const auto zero = [&](const Tensor& t, std::int64_t batch_index, Range rows, std::int64_t heads,
+                          std::int64_t n) {
       const std::int64_t share = ceil_div(rows.size(), num_threads);
       const std::int64_t begin = rows.begin + thread * share;
       const std::int64_t end = begin + share < rows.end ? begin + share : rows.end;
@@ -158,7 +172,9 @@ class Backward {
       }
     };
     if (p_.wants_dq) {
-      for_each_unused_q(p_, args_, [&](std::int64_t b, Range rows) { zero(args_.dq, b, rows, p_.heads_q, p_.head_dim); });
+      for_each_unused_q(p_, args_, [&](std::int64_t b, Range rows) {
+        zero(args_.dq, b, rows, p_.heads_q, p_.head_dim);
+      });
     }
     if (p_.wants_dk || p_.wants_dv) {
       for_each_unused_kv(p_, args_, [&](std::int64_t b, Range rows) {
@@ -185,7 +201,8 @@ class Backward {
   void run_alone(const Thread& thread, int num_threads) {
     std::int64_t run = num_jobs_ / (8 * num_threads);
     run = run < 1 ? 1 : run > 32 ? 32 : run;
-    for (std::int64_t begin; (begin = next_alone_.fetch_add(run, std::memory_order_relaxed)) < num_jobs_;) {
+    for (std::int64_t begin;
+         (begin = next_alone_.fetch_add(run, std::memory_order_relaxed)) < num_jobs_;) {
       const std::int64_t end = begin + run < num_jobs_ ? begin + run : num_jobs_;
       for (std::int64_t index = begin; index < end; ++index) {
         Job<Isa> job;
@@ -207,35 +224,43 @@ class Backward {
   void write_nothing(const Job<Isa>& job) {
     const Sequence& seq = job.sequence;
     if (p_.wants_dk) {
-      zero_rows(args_.dk, seq.batch_index, seq.kv_begin, seq.kv_begin + seq.band.seqlen_kv, job.kv_head, p_.head_dim);
+      zero_rows(args_.dk, seq.batch_index, seq.kv_begin, seq.kv_begin + seq.band.seqlen_kv,
+                job.kv_head, p_.head_dim);
     }
     if (p_.wants_dv) {
-      zero_rows(args_.dv, seq.batch_index, seq.kv_begin, seq.kv_begin + seq.band.seqlen_kv, job.kv_head, p_.head_dim_v);
+      zero_rows(args_.dv, seq.batch_index, seq.kv_begin, seq.kv_begin + seq.band.seqlen_kv,
+                job.kv_head, p_.head_dim_v);
     }
     for (std::int64_t g = 0; g < p_.group(); ++g) {
       const std::int64_t head = job.kv_head * p_.group() + g;
       if (p_.wants_dq) {
-        zero_rows(args_.dq, seq.batch_index, seq.q_begin, seq.q_begin + seq.band.seqlen_q, head, p_.head_dim);
+        zero_rows(args_.dq, seq.batch_index, seq.q_begin, seq.q_begin + seq.band.seqlen_q, head,
+                  p_.head_dim);
       }
       if (p_.wants_dsinks) {
-        sink_partials_[job.batch * p_.heads_q + head] = sink_gradient(p_, args_, seq, head, nullptr);
+        sink_partials_[job.batch * p_.heads_q + head] =
+            sink_gradient(p_, args_, seq, head, nullptr);
       }
     }
   }
 
-  [[nodiscard]] std::int64_t num_packs(const Job<Isa>& job) const { return p_.group() * job.blocks.num_q; }
+  [[nodiscard]] std::int64_t num_packs(const Job<Isa>& job) const {
+    return p_.group() * job.blocks.num_q;
+  }
 
   void pack(const Job<Isa>& job, std::int64_t task, const Thread& thread) const {
     const std::int64_t g = task / job.blocks.num_q;
-    pack_query_block<Isa>(plan_, args_, job, job.heads[g], job.kv_head * p_.group() + g, task % job.blocks.num_q, thread.buffers.staging);
+    pack_query_block<Isa>(plan_, args_, job, job.heads[g], job.kv_head * p_.group() + g,
+                          task % job.blocks.num_q, thread.buffers.staging);
   }
 
   void key_block(const Job<Isa>& job, std::int64_t kv_block, const Thread& thread) {
-    KeyBlock<Isa>(plan_, args_, job, thread.buffers, kv_block).run();
+    KeyBlockTask<Isa>(plan_, args_, job, thread.buffers, kv_block).run();
     if (p_.wants_dsinks && kv_block == 0) {
       for (std::int64_t g = 0; g < p_.group(); ++g) {
         const std::int64_t head = job.kv_head * p_.group() + g;
-        sink_partials_[job.batch * p_.heads_q + head] = sink_gradient(p_, args_, job.sequence, head, job.heads[g].neg_delta);
+        sink_partials_[job.batch * p_.heads_q + head] =
+            sink_gradient(p_, args_, job.sequence, head, job.heads[g].neg_delta);
       }
     }
   }
@@ -244,7 +269,8 @@ class Backward {
   void setup_waves(const Fixed& fixed, Arena& arena) {
     auto* memory = arena.take<std::byte>(0);
     const std::size_t left = args_.workspace_bytes - arena.used_bytes();
-    const std::size_t wanted = static_cast<std::size_t>(wave_jobs(p_.num_threads)) * job_bytes(p_.max_seqlen_q, p_.max_seqlen_kv);
+    const std::size_t wanted = static_cast<std::size_t>(wave_jobs(p_.num_threads)) *
+                               job_bytes(p_.max_seqlen_q, p_.max_seqlen_kv);
     num_waves_ = num_jobs_ > 0 && left >= 2 * wanted ? 2 : 1;
     const std::size_t bytes = num_waves_ == 2 ? wanted : left;
     waves_ = fixed.waves;
@@ -294,7 +320,8 @@ class Backward {
     }
   }
 
-  // Takes the next jobs that neither see nothing nor run alone. Waves are filled one after the other, so next_wave_job_ needs no lock.
+  // Takes the next jobs that neither see nothing nor run alone. Waves are filled one after the
+  // other, so next_wave_job_ needs no lock.
   void fill(Wave& wave, int num_threads) {
     wave.num_jobs = 0;
     wave.num_packs = 0;
@@ -349,7 +376,8 @@ class Backward {
     return found;
   }
 
-  // Key blocks ascend within each job; jobs go fastest, so that threads work on different heads and seldom wait for a turn at dq.
+  // Key blocks ascend within each job; jobs go fastest, so that threads work on different heads and
+  // seldom wait for a turn at dq.
   static bool next_key_block(Wave& wave, std::int64_t& job, std::int64_t& kv_block) {
     lock(wave);
     const bool found = wave.kv_left > 0;

@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, step 2: one key block against all query blocks that see it. Per query head of the group and query block:
+// Backward, step 2: one key block against all query blocks that see it. Per query head of the group
+// and query block:
 //
 //     P^T, dS^T   tile by tile, (1) to (4) of backward_tile.hpp: p is computed once
 //     (5) dV += P^T dO
 //     (6) dK += dS^T Q
 //     (7) dQ += dS K      (times scale at the end, as dK)
 //
-// dV and dK of the block stay in the thread's buffers; dQ is shared by the key blocks of the head. They add to each of its query blocks
-// in ascending order, by turns (HeadPack::next_kv_block): the sums have one order, whatever the number of threads. A key block computes
-// its own dS first and waits before (7) only for lower key blocks, which started earlier, so there is no deadlock. Query blocks go
-// downwards: under a causal mask all key blocks then start at the same one and follow each other through the rows.
+// dV and dK of the block stay in the thread's buffers; dQ is shared by the key blocks of the head.
+// They add to each of its query blocks in ascending order, by turns (HeadPack::next_kv_block): the
+// sums have one order, whatever the number of threads. A key block computes its own dS first and
+// waits before (7) only for lower key blocks, which started earlier, so there is no deadlock. Query
+// blocks go downwards: under a causal mask all key blocks then start at the same one and follow
+// each other through the rows.
 //
-// Zero times NaN. (5) to (7) also multiply pairs that the mask hides, with p = ds = 0. Rows of dO, Q and K that hold an infinity or NaN
-// are zeros in the packs that these products read, and their visible pairs are added one by one (add_not_finite).
+// Zero times NaN. (5) to (7) also multiply pairs that the mask hides, with p = ds = 0. Rows of dO,
+// Q and K that hold an infinity or NaN are zeros in the packs that these products read, and their
+// visible pairs are added one by one (add_not_finite).
 #pragma once
 
 #include "cpu/backward_tile.hpp"
@@ -21,11 +25,12 @@
 namespace flashgrad::cpu {
 
 template <class Isa>
-class KeyBlock {
+class KeyBlockTask {
  public:
   using Unit = typename Isa::Unit;
 
-  KeyBlock(const BackwardPlan<Isa>& plan, const Args& args, const Job<Isa>& job, const KeyBlockBuffers<Isa>& buffers, std::int64_t kv_block)
+  KeyBlockTask(const BackwardPlan<Isa>& plan, const Args& args, const Job<Isa>& job,
+               const KeyBlockBuffers<Isa>& buffers, std::int64_t kv_block)
       : plan_(plan),
         p_(plan.p),
         args_(args),
@@ -34,7 +39,8 @@ class KeyBlock {
         b_(buffers),
         kv_block_(kv_block),
         k0_(kv_block * job.blocks.block_kv),
-        valid_(band_.seqlen_kv - k0_ < job.blocks.block_kv ? band_.seqlen_kv - k0_ : job.blocks.block_kv),
+        valid_(band_.seqlen_kv - k0_ < job.blocks.block_kv ? band_.seqlen_kv - k0_
+                                                           : job.blocks.block_kv),
         rows_(round_up(valid_, kRowMultiple<Isa>)) {
     const double logit = p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale * kExponentUnit<Isa>;
     scores_ = {static_cast<float>(logit), static_cast<float>(p_.softcap) * kExponentUnit<Isa>};
@@ -61,7 +67,8 @@ class KeyBlock {
     write();
     if (p_.wants_dv && !plan_.needs_dv) {
       const std::int64_t row = job_.sequence.kv_begin + k0_;
-      zero_rows(args_.dv, job_.sequence.batch_index, row, row + valid_, job_.kv_head, p_.head_dim_v);
+      zero_rows(args_.dv, job_.sequence.batch_index, row, row + valid_, job_.kv_head,
+                p_.head_dim_v);
     }
   }
 
@@ -72,15 +79,18 @@ class KeyBlock {
       bool finite = true;
       if (j < valid_) {
         const std::int64_t row = job_.sequence.kv_begin + k0_ + j;
-        finite = stage_row<Isa>(args_.k, args_.k.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim,
-                                b_.k_rows + j * plan_.units_qk, plan_.units_qk);
+        finite =
+            stage_row<Isa>(args_.k, args_.k.offset(job_.sequence.batch_index, row, job_.kv_head),
+                           p_.head_dim, b_.k_rows + j * plan_.units_qk, plan_.units_qk);
         if (plan_.needs_ds && p_.has_dout) {
-          stage_row<Isa>(args_.v, args_.v.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim_v,
-                         b_.v_rows + j * plan_.units_v, plan_.units_v);
+          stage_row<Isa>(args_.v, args_.v.offset(job_.sequence.batch_index, row, job_.kv_head),
+                         p_.head_dim_v, b_.v_rows + j * plan_.units_v, plan_.units_v);
         }
       } else {
-        std::memset(b_.k_rows + j * plan_.units_qk, 0, static_cast<std::size_t>(plan_.units_qk) * sizeof(Unit));
-        std::memset(b_.v_rows + j * plan_.units_v, 0, static_cast<std::size_t>(plan_.units_v) * sizeof(Unit));
+        std::memset(b_.k_rows + j * plan_.units_qk, 0,
+                    static_cast<std::size_t>(plan_.units_qk) * sizeof(Unit));
+        std::memset(b_.v_rows + j * plan_.units_v, 0,
+                    static_cast<std::size_t>(plan_.units_v) * sizeof(Unit));
       }
       b_.k_not_finite[j] = finite ? 0 : 1;
       all_finite &= finite;
@@ -92,16 +102,20 @@ class KeyBlock {
     if (!all_finite) {
       for (std::int64_t j = 0; j < rows_; ++j) {
         if (b_.k_not_finite[j] != 0) {
-          std::memset(b_.k_rows + j * plan_.units_qk, 0, static_cast<std::size_t>(plan_.units_qk) * sizeof(Unit));
+          std::memset(b_.k_rows + j * plan_.units_qk, 0,
+                      static_cast<std::size_t>(plan_.units_qk) * sizeof(Unit));
         }
       }
     }
-    pack_depth<Isa>(b_.k_rows, plan_.units_qk, rows_, plan_.columns_qk, b_.k_depth, rows_ / Isa::kPair, 0);
+    pack_depth<Isa>(b_.k_rows, plan_.units_qk, rows_, plan_.columns_qk, b_.k_depth,
+                    rows_ / Isa::kPair, 0);
     if (!all_finite) {
       for (std::int64_t j = 0; j < valid_; ++j) {
         if (b_.k_not_finite[j] != 0) {
-          stage_row<Isa>(args_.k, args_.k.offset(job_.sequence.batch_index, job_.sequence.kv_begin + k0_ + j, job_.kv_head), p_.head_dim,
-                         b_.k_rows + j * plan_.units_qk, plan_.units_qk);
+          stage_row<Isa>(args_.k,
+                         args_.k.offset(job_.sequence.batch_index, job_.sequence.kv_begin + k0_ + j,
+                                        job_.kv_head),
+                         p_.head_dim, b_.k_rows + j * plan_.units_qk, plan_.units_qk);
         }
       }
     }
@@ -109,27 +123,36 @@ class KeyBlock {
 
   void query_block(HeadPack<Isa>& head, std::int64_t head_index, std::int64_t q_block, bool add) {
     const std::int64_t q0 = q_block * job_.blocks.block_q;
-    const std::int64_t rows_q = job_.blocks.padded_q - q0 < job_.blocks.block_q ? job_.blocks.padded_q - q0 : job_.blocks.block_q;
+    const std::int64_t rows_q = job_.blocks.padded_q - q0 < job_.blocks.block_q
+                                    ? job_.blocks.padded_q - q0
+                                    : job_.blocks.block_q;
     for (std::int64_t panel = 0; panel < rows_q; panel += kWidth<Isa>) {
       panel_tiles(head, q0, panel);
     }
     // The queries that a group of keys sees, in units from the block's first.
     const auto queries_of = [&](std::int64_t m_begin, std::int64_t m_end) {
-      return units(band_.q_range(k0_ + m_begin, k0_ + (m_end < valid_ ? m_end : valid_)), q0, q0 + rows_q);
+      return units(band_.q_range(k0_ + m_begin, k0_ + (m_end < valid_ ? m_end : valid_)), q0,
+                   q0 + rows_q);
     };
     const bool not_finite = head.block_not_finite[q_block] != 0;
     if (plan_.needs_dv) {
-      multiply_panels<Isa, false>(rows_, plan_.columns_v, b_.p_rows, kLdP<Isa>, head.dout_depth + q0 / Isa::kPair * plan_.columns_v,
-                                  rows_q / Isa::kPair, b_.dv, plan_.columns_v, add, queries_of);  // (5)
+      multiply_panels<Isa, false>(rows_, plan_.columns_v, b_.p_rows, kLdP<Isa>,
+                                  head.dout_depth + q0 / Isa::kPair * plan_.columns_v,
+                                  rows_q / Isa::kPair, b_.dv, plan_.columns_v, add,
+                                  queries_of);  // (5)
       if (not_finite) {
-        add_not_finite_queries(args_.dout, head.dout_not_finite, head_index, p_.head_dim_v, b_.p_rows, b_.dv, plan_.columns_v, q0, rows_q);
+        add_not_finite_queries(args_.dout, head.dout_not_finite, head_index, p_.head_dim_v,
+                               b_.p_rows, b_.dv, plan_.columns_v, q0, rows_q);
       }
     }
     if (p_.wants_dk) {
-      multiply_panels<Isa, false>(rows_, plan_.columns_qk, b_.ds_rows, kLdP<Isa>, head.q_depth + q0 / Isa::kPair * plan_.columns_qk,
-                                  rows_q / Isa::kPair, b_.dk, plan_.columns_qk, add, queries_of);  // (6)
+      multiply_panels<Isa, false>(rows_, plan_.columns_qk, b_.ds_rows, kLdP<Isa>,
+                                  head.q_depth + q0 / Isa::kPair * plan_.columns_qk,
+                                  rows_q / Isa::kPair, b_.dk, plan_.columns_qk, add,
+                                  queries_of);  // (6)
       if (not_finite) {
-        add_not_finite_queries(args_.q, head.q_not_finite, head_index, p_.head_dim, b_.ds_rows, b_.dk, plan_.columns_qk, q0, rows_q);
+        add_not_finite_queries(args_.q, head.q_not_finite, head_index, p_.head_dim, b_.ds_rows,
+                               b_.dk, plan_.columns_qk, q0, rows_q);
       }
     }
     if (p_.wants_dq) {
@@ -141,7 +164,8 @@ class KeyBlock {
   void panel_tiles(const HeadPack<Isa>& head, std::int64_t q0, std::int64_t panel) {
     const std::int64_t query = q0 + panel;
     const Unit* q_columns = head.q_columns + query * plan_.units_qk;
-    const Unit* dout_columns = plan_.depth_v() > 0 ? head.dout_columns + query * plan_.units_v : nullptr;
+    const Unit* dout_columns =
+        plan_.depth_v() > 0 ? head.dout_columns + query * plan_.units_v : nullptr;
     const bool has_void = head.panel_has_void[query / kWidth<Isa>] != 0;
     alignas(64) float weight_buffer[Isa::kRows * kWidth<Isa>];
     Tile<Isa> tile;
@@ -156,7 +180,8 @@ class KeyBlock {
         zero_tile<Isa>(p_rows, ds_rows, ds_pairs);
         continue;
       }
-      const bool masked = has_void || !band_.is_full(query, query + kWidth<Isa>, key, key + Isa::kRows);
+      const bool masked =
+          has_void || !band_.is_full(query, query + kWidth<Isa>, key, key + Isa::kRows);
       if (masked) {
         for (int r = 0; r < Isa::kRows; ++r) {
           const Range seen_by = band_.q_range(key + r, key + r + 1);
@@ -167,8 +192,8 @@ class KeyBlock {
       std::ptrdiff_t ld_weight = kWidth<Isa>;
       const Unit* k_rows = b_.k_rows + m * plan_.units_qk;
       const auto score = [&]<bool kMasked, bool kSoftcap>() {
-        score_tile<Isa, kMasked, kSoftcap>(k_rows, plan_.units_qk, q_columns, plan_.depth_qk(), scores_, tile, p_rows, kLdP<Isa>, weight,
-                                           ld_weight);
+        score_tile<Isa, kMasked, kSoftcap>(k_rows, plan_.units_qk, q_columns, plan_.depth_qk(),
+                                           scores_, tile, p_rows, kLdP<Isa>, weight, ld_weight);
       };
       if (p_.softcap > 0) {
         masked ? score.template operator()<true, true>() : score.template operator()<false, true>();
@@ -177,18 +202,22 @@ class KeyBlock {
           weight = p_rows;
           ld_weight = kLdP<Isa>;
         }
-        masked ? score.template operator()<true, false>() : score.template operator()<false, false>();
+        masked ? score.template operator()<true, false>()
+               : score.template operator()<false, false>();
       }
       if (plan_.needs_ds) {
         const Unit* v_rows = b_.v_rows + m * plan_.units_v;
-        (masked ? gradient_tile<Isa, true> : gradient_tile<Isa, false>)(v_rows, plan_.units_v, dout_columns, plan_.depth_v(), tile, weight,
-                                                                        ld_weight, ds_rows, kLdP<Isa>, ds_pairs);
+        (masked ? gradient_tile<Isa, true>
+                : gradient_tile<Isa, false>)(v_rows, plan_.units_v, dout_columns, plan_.depth_v(),
+                                             tile, weight, ld_weight, ds_rows, kLdP<Isa>, ds_pairs);
       }
     }
   }
 
-  // (7), in turn. The first key block that a query block sees stores, the last one writes dq while it is hot.
-  void add_to_dq(HeadPack<Isa>& head, std::int64_t head_index, std::int64_t q_block, std::int64_t q0, std::int64_t rows_q) {
+  // (7), in turn. The first key block that a query block sees stores, the last one writes dq while
+  // it is hot.
+  void add_to_dq(HeadPack<Isa>& head, std::int64_t head_index, std::int64_t q_block,
+                 std::int64_t q0, std::int64_t rows_q) {
     const Range keys = band_.kv_range(q0, q0 + rows_q);
     const std::int64_t first = keys.begin / job_.blocks.block_kv;
     const std::int64_t last = (keys.end - 1) / job_.blocks.block_kv;
@@ -201,16 +230,18 @@ class KeyBlock {
     float* dq = head.dq + q0 * plan_.columns_qk;
     const Unit* ds = Isa::kPair == 2 ? b_.ds_pairs : b_.ds_rows;
     const std::ptrdiff_t ld_ds = Isa::kPair == 2 ? kLdPairs<Isa> : kLdP<Isa>;
-    multiply_panels<Isa, true>(rows_q, plan_.columns_qk, ds, ld_ds, b_.k_depth, rows_ / Isa::kPair, dq, plan_.columns_qk,
-                               kv_block_ > first, keys_of);
+    multiply_panels<Isa, true>(rows_q, plan_.columns_qk, ds, ld_ds, b_.k_depth, rows_ / Isa::kPair,
+                               dq, plan_.columns_qk, kv_block_ > first, keys_of);
     if (!k_all_finite_) {
       add_not_finite_keys(head, q0, rows_q);
     }
     if (kv_block_ == last) {
       const std::int64_t end = q0 + rows_q < band_.seqlen_q ? rows_q : band_.seqlen_q - q0;
       for (std::int64_t i = 0; i < end; ++i) {
-        write_row<Isa>(dq + i * plan_.columns_qk, static_cast<float>(p_.scale), args_.dq,
-                       args_.dq.offset(job_.sequence.batch_index, job_.sequence.q_begin + q0 + i, head_index), p_.head_dim);
+        write_row<Isa>(
+            dq + i * plan_.columns_qk, static_cast<float>(p_.scale), args_.dq,
+            args_.dq.offset(job_.sequence.batch_index, job_.sequence.q_begin + q0 + i, head_index),
+            p_.head_dim);
       }
     }
     turn.store(mine + 1, std::memory_order_release);
@@ -223,7 +254,8 @@ class KeyBlock {
     if (range.empty()) {
       return {};
     }
-    return {static_cast<std::ptrdiff_t>((range.begin - begin) / Isa::kPair), static_cast<std::ptrdiff_t>(ceil_div(range.end - begin, Isa::kPair))};
+    return {static_cast<std::ptrdiff_t>((range.begin - begin) / Isa::kPair),
+            static_cast<std::ptrdiff_t>(ceil_div(range.end - begin, Isa::kPair))};
   }
 
   // Element `column` of a row of P^T or dS^T.
@@ -237,18 +269,24 @@ class KeyBlock {
   }
 
   // acc (padded to whole vectors) += coefficient * row of `t`.
-  static void add_row(float coefficient, const Tensor& t, std::int64_t offset, std::int64_t n, float* acc) {
+  static void add_row(float coefficient, const Tensor& t, std::int64_t offset, std::int64_t n,
+                      float* acc) {
     const char* row = row_at(t, offset);
     with_dtype(t.dtype, [&]<DType kType>() {
       for (std::int64_t c = 0; c < n; c += Isa::kLanes) {
-        Isa::store(acc + c, Isa::fma(Isa::set1(coefficient), load_chunk<Isa, kType>(row, t.dim_stride, c, n), Isa::load(acc + c)));
+        Isa::store(acc + c,
+                   Isa::fma(Isa::set1(coefficient), load_chunk<Isa, kType>(row, t.dim_stride, c, n),
+                            Isa::load(acc + c)));
       }
     });
   }
 
-  // acc (keys, columns) += coefficient(key, query) * row(query) for the visible pairs of marked queries.
-  [[gnu::noinline]] void add_not_finite_queries(const Tensor& t, const std::uint8_t* not_finite, std::int64_t head_index, std::int64_t n,
-                                                const Unit* coefficients, float* acc, std::int64_t columns, std::int64_t q0,
+  // acc (keys, columns) += coefficient(key, query) * row(query) for the visible pairs of marked
+  // queries.
+  [[gnu::noinline]] void add_not_finite_queries(const Tensor& t, const std::uint8_t* not_finite,
+                                                std::int64_t head_index, std::int64_t n,
+                                                const Unit* coefficients, float* acc,
+                                                std::int64_t columns, std::int64_t q0,
                                                 std::int64_t rows_q) {
     for (std::int64_t i = q0; i < q0 + rows_q; ++i) {
       if (not_finite[i] == 0) {
@@ -257,13 +295,15 @@ class KeyBlock {
       const Range keys = clip(band_.kv_range(i, i + 1), k0_, k0_ + valid_);
       for (std::int64_t j = keys.begin; j < keys.end; ++j) {
         add_row(element(coefficients + (j - k0_) * kLdP<Isa>, i - q0), t,
-                t.offset(job_.sequence.batch_index, job_.sequence.q_begin + i, head_index), n, acc + (j - k0_) * columns);
+                t.offset(job_.sequence.batch_index, job_.sequence.q_begin + i, head_index), n,
+                acc + (j - k0_) * columns);
       }
     }
   }
 
   // dq (queries, columns_qk) += ds(key, query) * k(key) for the visible pairs of marked keys.
-  [[gnu::noinline]] void add_not_finite_keys(const HeadPack<Isa>& head, std::int64_t q0, std::int64_t rows_q) {
+  [[gnu::noinline]] void add_not_finite_keys(const HeadPack<Isa>& head, std::int64_t q0,
+                                             std::int64_t rows_q) {
     for (std::int64_t j = 0; j < valid_; ++j) {
       if (b_.k_not_finite[j] == 0) {
         continue;
@@ -274,8 +314,9 @@ class KeyBlock {
           continue;
         }
         add_row(element(b_.ds_rows + j * kLdP<Isa>, i - q0), args_.k,
-                args_.k.offset(job_.sequence.batch_index, job_.sequence.kv_begin + k0_ + j, job_.kv_head), p_.head_dim,
-                head.dq + i * plan_.columns_qk);
+                args_.k.offset(job_.sequence.batch_index, job_.sequence.kv_begin + k0_ + j,
+                               job_.kv_head),
+                p_.head_dim, head.dq + i * plan_.columns_qk);
       }
     }
   }
@@ -292,7 +333,8 @@ class KeyBlock {
                        args_.dk.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim);
       }
       if (plan_.needs_dv) {
-        write_row<Isa>(b_.dv + j * plan_.columns_v, 1.F, args_.dv, args_.dv.offset(job_.sequence.batch_index, row, job_.kv_head),
+        write_row<Isa>(b_.dv + j * plan_.columns_v, 1.F, args_.dv,
+                       args_.dv.offset(job_.sequence.batch_index, row, job_.kv_head),
                        p_.head_dim_v);
       }
     }
@@ -305,7 +347,8 @@ class KeyBlock {
       zero_rows(args_.dk, job_.sequence.batch_index, row, row + valid_, job_.kv_head, p_.head_dim);
     }
     if (p_.wants_dv) {
-      zero_rows(args_.dv, job_.sequence.batch_index, row, row + valid_, job_.kv_head, p_.head_dim_v);
+      zero_rows(args_.dv, job_.sequence.batch_index, row, row + valid_, job_.kv_head,
+                p_.head_dim_v);
     }
   }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward pass's sizes and buffers: how a sequence is cut into blocks, what is held per query head and per thread, and where it
-// lies in the workspace.
+// The backward pass's sizes and buffers: how a sequence is cut into blocks, what is held per query
+// head and per thread, and where it lies in the workspace.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,8 @@
 
 namespace flashgrad::cpu {
 
-// Blocks follow the sequence's own lengths only, so its bits depend neither on the batch nor on the threads.
+// Blocks follow the sequence's own lengths only, so its bits depend neither on the batch nor on the
+// threads.
 struct Blocks {
   std::int64_t block_q = 0;
   std::int64_t block_kv = 0;
@@ -22,13 +23,15 @@ struct Blocks {
   std::int64_t num_kv = 0;
 };
 
-// Far larger than the first cache on purpose: contiguous panels stream. Zen 4 and Zen 5: 256 is best or within 2 % for every head_dim;
-// short sequences need more key blocks, or the cores run out of work.
+// Far larger than the first cache on purpose: contiguous panels stream. Zen 4 and Zen 5: 256 is
+// best or within 2 % for every head_dim; short sequences need more key blocks, or the cores run out
+// of work.
 inline constexpr std::int64_t kBlock = 256;
 
 template <class Isa>
 FG_INLINE Blocks blocks_of(std::int64_t seqlen_q, std::int64_t seqlen_kv) {
-  static_assert(kBlock % kWidth<Isa> == 0 && kBlock % kRowMultiple<Isa> == 0 && kWidth<Isa> % kRowMultiple<Isa> == 0);
+  static_assert(kBlock % kWidth<Isa> == 0 && kBlock % kRowMultiple<Isa> == 0 &&
+                kWidth<Isa> % kRowMultiple<Isa> == 0);
   Blocks blocks;
   blocks.padded_q = round_up(seqlen_q, kWidth<Isa>);
   blocks.block_q = blocks.padded_q < kBlock ? blocks.padded_q : kBlock;
@@ -64,23 +67,29 @@ struct BackwardPlan {
   bool needs_p;
 
   [[nodiscard]] std::int64_t depth_qk() const { return ceil_div(p.head_dim, Isa::kPair); }
-  [[nodiscard]] std::int64_t depth_v() const { return p.has_dout ? ceil_div(p.head_dim_v, Isa::kPair) : 0; }
+  [[nodiscard]] std::int64_t depth_v() const {
+    return p.has_dout ? ceil_div(p.head_dim_v, Isa::kPair) : 0;
+  }
 };
 
-// One query head, packed. Rows are the sequence's, padded to the panel width; padding and rows that add nothing are zeros.
+// One query head, packed. Rows are the sequence's, padded to the panel width; padding and rows that
+// add nothing are zeros.
 template <class Isa>
 struct HeadPack {
   using Unit = typename Isa::Unit;
   Unit* q_columns;     // Q^T, B of S^T = K Q^T: [panel of rows][units_qk][kWidth]
   Unit* dout_columns;  // dO^T, B of dP^T = V dO^T: [panel of rows][units_v][kWidth]
-  Unit* q_depth;       // Q, B of dK += dS^T Q: [q block][panel of columns][rows of the block / kPair][columns of the panel]
+  Unit* q_depth;       // Q, B of dK += dS^T Q: [q block][panel of columns][rows of the block /
+                       // kPair][columns of the panel]
   Unit* dout_depth;    // dO, B of dV += P^T dO: likewise
   float* neg_lse;      // (rows): -lse in the unit of the exponent; -inf: the row adds nothing
   float* neg_delta;    // (rows): dlse - delta
   float* dq;           // (rows, columns_qk): the sum so far
-  std::uint8_t* q_not_finite;     // (rows): the row holds an infinity or NaN; q_depth has zeros instead
-  std::uint8_t* dout_not_finite;  // (rows): likewise, dout_depth
-  std::uint8_t* panel_has_void;   // (panels): a row that the mask shows adds nothing, because its lse is infinite
+  std::uint8_t*
+      q_not_finite;  // (rows): the row holds an infinity or NaN; q_depth has zeros instead
+  std::uint8_t* dout_not_finite;   // (rows): likewise, dout_depth
+  std::uint8_t* panel_has_void;    // (panels): a row that the mask shows adds nothing, because its
+                                   // lse is infinite
   std::uint8_t* block_not_finite;  // (q blocks): one of the rows is marked
   std::atomic<std::int32_t>* next_kv_block;  // (q blocks): whose turn it is to add to dq
 };
@@ -153,7 +162,8 @@ struct KeyBlockBuffers {
   std::uint8_t* k_not_finite;  // (block_kv): k_depth has zeros instead of this row
 };
 
-// Row strides of P^T and dS^T: a vector more than the block, since rows that lie powers of two apart would share few sets of the cache.
+// Row strides of P^T and dS^T: a vector more than the block, since rows that lie powers of two
+// apart would share few sets of the cache.
 template <class Isa>
 inline constexpr std::int64_t kLdP = kBlock / Isa::kPair + Isa::kLanes;
 template <class Isa>
@@ -174,7 +184,8 @@ static KeyBlockBuffers<Isa> take_buffers(Arena& arena, const BackwardPlan<Isa>& 
   }
   b.dk = arena.take<float>(rows * plan.columns_qk);
   b.dv = arena.take<float>(rows * plan.columns_v);
-  b.staging = arena.take<Unit>(Isa::kLanes * (plan.units_qk > plan.units_v ? plan.units_qk : plan.units_v));
+  b.staging =
+      arena.take<Unit>(Isa::kLanes * (plan.units_qk > plan.units_v ? plan.units_qk : plan.units_v));
   b.k_not_finite = arena.take<std::uint8_t>(rows);
   return b;
 }

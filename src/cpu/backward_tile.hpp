@@ -17,23 +17,25 @@
 namespace flashgrad::cpu {
 
 struct Scores {
-  float scale;      // of the logits, in the unit of the exponent; with softcap: scale / softcap
-  float softcap;    // in the unit of the exponent
+  float scale;    // of the logits, in the unit of the exponent; with softcap: scale / softcap
+  float softcap;  // in the unit of the exponent
 };
 
 // Where one tile is, and which of its queries each key may touch.
 template <class Isa>
 struct Tile {
-  const float* neg_lse;    // of its queries
-  const float* neg_delta;  // likewise
+  const float* neg_lse;       // of its queries
+  const float* neg_delta;     // likewise
   Range visible[Isa::kRows];  // per key: its queries, counted from the tile's first
 };
 
 template <class Isa>
-FG_INLINE typename Isa::Mask visible_lanes(const Tile<Isa>& tile, int m, int n, typename Isa::Vec neg_lse) {
+FG_INLINE typename Isa::Mask visible_lanes(const Tile<Isa>& tile, int m, int n,
+                                           typename Isa::Vec neg_lse) {
   const std::int64_t first = n * Isa::kLanes;
   const auto adds = Isa::not_equal(neg_lse, Isa::set1(-std::numeric_limits<float>::infinity()));
-  return Isa::both(Isa::lane_mask(tile.visible[m].begin - first, tile.visible[m].end - first), adds);
+  return Isa::both(Isa::lane_mask(tile.visible[m].begin - first, tile.visible[m].end - first),
+                   adds);
 }
 
 template <class Isa>
@@ -45,11 +47,14 @@ FG_INLINE typename Isa::Vec exp_of(typename Isa::Vec x) {
   }
 }
 
-// (1), (2): P^T to p_rows (kRows rows ld_p units apart), w to weight (ld_weight floats apart; with kPair = 1 and no softcap it is p_rows).
+// (1), (2): P^T to p_rows (kRows rows ld_p units apart), w to weight (ld_weight floats apart; with
+// kPair = 1 and no softcap it is p_rows).
 template <class Isa, bool kMasked, bool kSoftcap>
-[[gnu::noinline]] static void score_tile(const typename Isa::Unit* k_rows, std::ptrdiff_t ld_k, const typename Isa::Unit* q_columns,
-                                         std::ptrdiff_t depth, const Scores& scores, const Tile<Isa>& tile, typename Isa::Unit* p_rows,
-                                         std::ptrdiff_t ld_p, float* weight, std::ptrdiff_t ld_weight) {
+[[gnu::noinline]] static void score_tile(const typename Isa::Unit* k_rows, std::ptrdiff_t ld_k,
+                                         const typename Isa::Unit* q_columns, std::ptrdiff_t depth,
+                                         const Scores& scores, const Tile<Isa>& tile,
+                                         typename Isa::Unit* p_rows, std::ptrdiff_t ld_p,
+                                         float* weight, std::ptrdiff_t ld_weight) {
   using Vec = typename Isa::Vec;
   constexpr int kM = Isa::kRows;
   constexpr int kN = Isa::kVecs;
@@ -90,7 +95,8 @@ template <class Isa, bool kMasked, bool kSoftcap>
     for (int m = 0; m < kM; ++m) {
       FG_UNROLL
       for (int n = 0; n < kN; n += 2) {
-        Isa::store_units(p_rows + m * ld_p + n / 2 * Isa::kLanes, Isa::narrow(acc[m][n], acc[m][n + 1]));
+        Isa::store_units(p_rows + m * ld_p + n / 2 * Isa::kLanes,
+                         Isa::narrow(acc[m][n], acc[m][n + 1]));
       }
     }
   }
@@ -98,9 +104,12 @@ template <class Isa, bool kMasked, bool kSoftcap>
 
 // (3), (4): dS^T to ds_rows, and with kPair = 2 also to ds_pairs with the keys interleaved.
 template <class Isa, bool kMasked>
-[[gnu::noinline]] static void gradient_tile(const typename Isa::Unit* v_rows, std::ptrdiff_t ld_v, const typename Isa::Unit* dout_columns,
-                                            std::ptrdiff_t depth, const Tile<Isa>& tile, const float* weight, std::ptrdiff_t ld_weight,
-                                            typename Isa::Unit* ds_rows, std::ptrdiff_t ld_ds, typename Isa::Unit* ds_pairs) {
+[[gnu::noinline]] static void gradient_tile(const typename Isa::Unit* v_rows, std::ptrdiff_t ld_v,
+                                            const typename Isa::Unit* dout_columns,
+                                            std::ptrdiff_t depth, const Tile<Isa>& tile,
+                                            const float* weight, std::ptrdiff_t ld_weight,
+                                            typename Isa::Unit* ds_rows, std::ptrdiff_t ld_ds,
+                                            typename Isa::Unit* ds_pairs) {
   using Vec = typename Isa::Vec;
   constexpr int kM = Isa::kRows;
   constexpr int kN = Isa::kVecs;
@@ -111,9 +120,11 @@ template <class Isa, bool kMasked>
     const Vec neg_delta = Isa::load(tile.neg_delta + n * Isa::kLanes);
     FG_UNROLL
     for (int m = 0; m < kM; ++m) {
-      Vec ds = Isa::mul(Isa::add(acc[m][n], neg_delta), Isa::load(weight + m * ld_weight + n * Isa::kLanes));
+      Vec ds = Isa::mul(Isa::add(acc[m][n], neg_delta),
+                        Isa::load(weight + m * ld_weight + n * Isa::kLanes));
       if constexpr (kMasked) {  // w is 0 there, but dp may be NaN
-        ds = Isa::keep(visible_lanes<Isa>(tile, m, n, Isa::load(tile.neg_lse + n * Isa::kLanes)), ds);
+        ds = Isa::keep(visible_lanes<Isa>(tile, m, n, Isa::load(tile.neg_lse + n * Isa::kLanes)),
+                       ds);
       }
       acc[m][n] = ds;
       if constexpr (Isa::kPair == 1) {
@@ -142,9 +153,11 @@ template <class Isa, bool kMasked>
 
 // A tile that the mask empties.
 template <class Isa>
-FG_INLINE void zero_tile(typename Isa::Unit* p_rows, typename Isa::Unit* ds_rows, typename Isa::Unit* ds_pairs) {
+FG_INLINE void zero_tile(typename Isa::Unit* p_rows, typename Isa::Unit* ds_rows,
+                         typename Isa::Unit* ds_pairs) {
   using Unit = typename Isa::Unit;
-  constexpr std::size_t kRowBytes = sizeof(Unit) * static_cast<std::size_t>(kWidth<Isa> / Isa::kPair);
+  constexpr std::size_t kRowBytes =
+      sizeof(Unit) * static_cast<std::size_t>(kWidth<Isa> / Isa::kPair);
   for (int m = 0; m < Isa::kRows; ++m) {
     std::memset(p_rows + m * kLdP<Isa>, 0, kRowBytes);
     std::memset(ds_rows + m * kLdP<Isa>, 0, kRowBytes);

@@ -22,11 +22,13 @@ bool has_f16c() {
 }
 
 // __builtin_cpu_supports also asks whether the operating system saves the registers.
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
 
 bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl");
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
@@ -66,7 +68,8 @@ const InstructionSet* selected_instruction_set() {
 }
 
 std::string selection_error() {
-  std::string message = std::string(kVariable) + ": " + std::string(forced()) + ", want one that this machine has:";
+  std::string message =
+      std::string(kVariable) + ": " + std::string(forced()) + ", want one that this machine has:";
   for (const InstructionSet& set : kInstructionSets) {
     if (set.available()) {
       message += std::string(" ") + set.name;

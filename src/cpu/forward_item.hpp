@@ -34,18 +34,14 @@ namespace flashgrad::cpu {
 // The longest staged row, in units.
 inline constexpr std::int64_t kMaxStagedUnits = 256;
 
-// A packed key block as the kernels see it.
+// A packed key block.
 template <class Isa>
-struct PackedKeys {
+struct ForwardBlock {
+  std::int64_t begin;  // its first key in the sequence
+  std::int64_t keys;
   const typename Isa::Unit* k;
   const typename Isa::Unit* v;
   bool has_nonfinite_v;  // 0 * value must then not be added to a row that does not see it
-
-  FG_INLINE PackedKeys at(const void* block, const ForwardSizes& sizes) {
-    const auto* words = static_cast<const typename Isa::Unit*>(block);
-    return {words + ForwardSizes::kHeaderWords, words + sizes.v_begin,
-            *static_cast<const std::int32_t*>(block) != 0};
-  }
 };
 
 template <class Isa>
@@ -125,9 +121,9 @@ class ForwardItemRun {
     std::fill_n(scratch_.row_sum, call_.sizes.rows, 0.F);
     const std::int64_t last_block = ceil_div(seen_.end, kForwardKeyBlock);
     for (std::int64_t b = seen_.begin / kForwardKeyBlock; b < last_block; ++b) {
-      const PackedKeys<Isa> block = key_block(b);
+      const ForwardBlock<Isa> block = key_block(b);
       for (std::int64_t r = 0; r < num_rows_; r += kWidth<Isa>) {
-        panel(block, b, r);
+        with_vecs<Isa>(panel_vecs(r), [&]<int kN>() { panel<kN>(block, r); });
       }
     }
     write();
@@ -155,20 +151,22 @@ class ForwardItemRun {
     }
   }
 
-  // Rows [begin, end) of the item in the block that starts at key `block_begin` and holds `keys`;
-  // counted from the block's start.
-  [[nodiscard]] KeyRanges key_ranges(std::int64_t begin, std::int64_t end, std::int64_t block_begin,
-                                     std::int64_t keys) const {
-    KeyRanges ranges{{keys, 0}, {0, keys}};
+  // The keys of the block that row r sees, counted from the block's first.
+  [[nodiscard]] Range row_keys(const ForwardBlock<Isa>& block, std::int64_t r) const {
+    return {std::clamp<std::int64_t>(scratch_.keys_begin[r] - block.begin, 0, block.keys),
+            std::clamp<std::int64_t>(scratch_.keys_end[r] - block.begin, 0, block.keys)};
+  }
+
+  // Those that rows [begin, end) see, as far as they exist.
+  [[nodiscard]] KeyRanges key_ranges(const ForwardBlock<Isa>& block, std::int64_t begin,
+                                     std::int64_t end) const {
+    KeyRanges ranges{{block.keys, 0}, {0, block.keys}};
     for (std::int64_t r = begin; r < std::min(end, num_rows_); ++r) {
-      const std::int64_t first =
-          std::clamp<std::int64_t>(scratch_.keys_begin[r] - block_begin, 0, keys);
-      const std::int64_t last =
-          std::clamp<std::int64_t>(scratch_.keys_end[r] - block_begin, 0, keys);
-      if (first < last) {
-        ranges.any = {std::min(ranges.any.begin, first), std::max(ranges.any.end, last)};
+      const Range row = row_keys(block, r);
+      if (!row.empty()) {
+        ranges.any = {std::min(ranges.any.begin, row.begin), std::max(ranges.any.end, row.end)};
       }
-      ranges.all = {std::max(ranges.all.begin, first), std::min(ranges.all.end, last)};
+      ranges.all = {std::max(ranges.all.begin, row.begin), std::min(ranges.all.end, row.end)};
     }
     return ranges;
   }
@@ -230,49 +228,32 @@ class ForwardItemRun {
   }
 
   // Key block b: shared, or packed here unless it is the one packed last.
-  PackedKeys<Isa> key_block(std::int64_t b) {
+  ForwardBlock<Isa> key_block(std::int64_t b) {
     const ForwardSizes& sizes = call_.sizes;
+    const std::int64_t begin = b * kForwardKeyBlock;
+    const void* packed = scratch_.block;
     if (item_.blocks != nullptr) {
-      return PackedKeys<Isa>::at(item_.blocks + (b - item_.first_block) * sizes.block_bytes(), sizes);
-    }
-    if (scratch_.block_batch != item_.batch || scratch_.block_head != item_.head_kv ||
-        scratch_.block_begin != b) {
-      pack_block<Isa>(call_, sequence_, item_.head_kv, b * kForwardKeyBlock, scratch_.block);
+      packed = item_.blocks + (b - item_.first_block) * sizes.block_bytes();
+    } else if (scratch_.block_batch != item_.batch || scratch_.block_head != item_.head_kv ||
+               scratch_.block_begin != begin) {
+      pack_block<Isa>(call_, sequence_, item_.head_kv, begin, scratch_.block);
       scratch_.block_batch = item_.batch;
       scratch_.block_head = item_.head_kv;
-      scratch_.block_begin = b;
+      scratch_.block_begin = begin;
     }
-    return PackedKeys<Isa>::at(scratch_.block, sizes);
-  }
-
-  void panel(const PackedKeys<Isa>& block, std::int64_t b, std::int64_t r) {
-    const std::int64_t vecs = panel_vecs(r);
-    if constexpr (Isa::kVecs == 4) {
-      if (vecs == 4) {
-        panel_of<4>(block, b, r);
-      } else if (vecs == 3) {
-        panel_of<3>(block, b, r);
-      } else if (vecs == 2) {
-        panel_of<2>(block, b, r);
-      } else {
-        panel_of<1>(block, b, r);
-      }
-    } else if (vecs == 2) {
-      panel_of<2>(block, b, r);
-    } else {
-      panel_of<1>(block, b, r);
-    }
+    const auto* const words = static_cast<const Unit*>(packed);
+    return {begin, std::min(kForwardKeyBlock, sequence_.band.seqlen_kv - begin),
+            words + ForwardSizes::kHeaderWords, words + sizes.v_begin,
+            *static_cast<const std::int32_t*>(packed) != 0};
   }
 
   // Equations (1) to (4) for the panel of kN vectors that starts at row r.
   template <int kN>
-  void panel_of(const PackedKeys<Isa>& block, std::int64_t b, std::int64_t r) {
+  void panel(const ForwardBlock<Isa>& block, std::int64_t r) {
     constexpr int kM = kTileRows<Isa, kN>;
     constexpr std::int64_t kPanel = kN * Isa::kLanes;
     const ForwardSizes& sizes = call_.sizes;
-    const std::int64_t block_begin = b * kForwardKeyBlock;
-    const std::int64_t keys = std::min(kForwardKeyBlock, sequence_.band.seqlen_kv - block_begin);
-    const KeyRanges seen = key_ranges(r, r + kPanel, block_begin, keys);
+    const KeyRanges seen = key_ranges(block, r, r + kPanel);
     if (seen.any.empty()) {
       return;
     }
@@ -297,13 +278,9 @@ class ForwardItemRun {
       alignas(64) float begin[kPanel];
       alignas(64) float end[kPanel];
       for (std::int64_t i = 0; i < kPanel; ++i) {
-        const bool exists = r + i < num_rows_;
-        begin[i] = exists ? static_cast<float>(std::clamp<std::int64_t>(
-                                scratch_.keys_begin[r + i] - block_begin, 0, keys))
-                          : 0.F;
-        end[i] = exists ? static_cast<float>(std::clamp<std::int64_t>(
-                              scratch_.keys_end[r + i] - block_begin, 0, keys))
-                        : 0.F;
+        const Range row = r + i < num_rows_ ? row_keys(block, r + i) : Range{0, 0};
+        begin[i] = static_cast<float>(row.begin);
+        end[i] = static_cast<float>(row.end);
       }
       cap_and_mask<Isa, kN>(scratch_.s, first, plain_begin, logits_, begin, end, maxima);
       cap_and_mask<Isa, kN>(scratch_.s, plain_end, last, logits_, begin, end, maxima);
@@ -316,53 +293,37 @@ class ForwardItemRun {
 
     // (4)
     for (std::int64_t c = 0; c < sizes.columns; c += kWidth<Isa>) {
-      const std::int64_t vecs = (sizes.columns - c) / Isa::kLanes;
-      if constexpr (Isa::kVecs == 4) {
-        if (vecs >= 4) {
-          values<4>(block, b, r, kPanel, c, keys, seen);
-        } else if (vecs == 3) {
-          values<3>(block, b, r, kPanel, c, keys, seen);
-        } else if (vecs == 2) {
-          values<2>(block, b, r, kPanel, c, keys, seen);
-        } else {
-          values<1>(block, b, r, kPanel, c, keys, seen);
-        }
-      } else if (vecs >= 2) {
-        values<2>(block, b, r, kPanel, c, keys, seen);
-      } else {
-        values<1>(block, b, r, kPanel, c, keys, seen);
-      }
+      with_vecs<Isa>((sizes.columns - c) / Isa::kLanes,
+                     [&]<int kColumnVecs>() { values<kColumnVecs>(block, r, kPanel, c, seen); });
     }
   }
 
   // Equation (4) for the rows [r, r + panel) and the panel of kN vectors of columns that starts at
   // column c.
   template <int kN>
-  void values(const PackedKeys<Isa>& block, std::int64_t b, std::int64_t r, std::int64_t panel,
-              std::int64_t c, std::int64_t keys, const KeyRanges& panel_seen) {
+  void values(const ForwardBlock<Isa>& block, std::int64_t r, std::int64_t panel, std::int64_t c,
+              const KeyRanges& panel_seen) {
     constexpr int kM = kTileRows<Isa, kN>;
     const ForwardSizes& sizes = call_.sizes;
-    const std::int64_t block_begin = b * kForwardKeyBlock;
-    const std::int64_t block_depth = sizes.keys / Isa::kPair;
-    const Unit* const v = block.v + c * block_depth;
+    const Unit* const v = block.v + c * (sizes.keys / Isa::kPair);
     const auto* const p = static_cast<const Unit*>(scratch_.p);
-    const bool full = panel_seen.all.begin == 0 && panel_seen.all.end == keys;
+    const bool full = panel_seen.all.begin == 0 && panel_seen.all.end == block.keys;
     for (std::int64_t m = 0; m < panel && r + m < num_rows_; m += kM) {
-      const KeyRanges seen = full ? panel_seen : key_ranges(r + m, r + m + kM, block_begin, keys);
+      const KeyRanges seen = full ? panel_seen : key_ranges(block, r + m, r + m + kM);
       if (seen.any.empty()) {
         continue;
       }
       float* const out = scratch_.out + (r + m) * sizes.columns + c;
       const float* const rescale = scratch_.row_rescale + r + m;
-      const bool is_first = first_key(r + m, r + m + kM) >= block_begin;
+      const bool is_first = first_key(r + m, r + m + kM) >= block.begin;
       const std::int64_t first = seen.any.begin / Isa::kPair;
       const std::int64_t last = ceil_div(seen.any.end, Isa::kPair);
       // A unit may reach one key further than what is seen; past the last key lies a zero.
-      const bool exact =
-          seen.all.begin <= first * Isa::kPair && seen.all.end >= std::min(last * Isa::kPair, keys);
+      const bool exact = seen.all.begin <= first * Isa::kPair &&
+                         seen.all.end >= std::min(last * Isa::kPair, block.keys);
       if (block.has_nonfinite_v && !exact) {
         for (std::int64_t i = 0; i < kM && r + m + i < num_rows_; ++i) {
-          const Range row = key_ranges(r + m + i, r + m + i + 1, block_begin, keys).any;
+          const Range row = row_keys(block, r + m + i);
           values_row<Isa>(p + m + i, panel, v, kN * Isa::kLanes, row.begin, row.end, rescale[i],
                           is_first, out + i * sizes.columns);
         }

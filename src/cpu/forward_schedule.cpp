@@ -9,14 +9,13 @@
 // deadlocks.
 #include "cpu/forward_schedule.hpp"
 
-#include <omp.h>
-
 #include <atomic>
 #include <cstring>
 #include <limits>
 #include <new>
 
 #include "cpu/arena.hpp"
+#include "cpu/parallel.hpp"
 #include "cpu/spin.hpp"
 
 namespace flashgrad::cpu {
@@ -186,6 +185,21 @@ class Cursor {
   std::int64_t shared_heads_ = 0;  // before this one
 };
 
+// The problem with the lengths that its sequences really have as bounds: from packed offsets and
+// seqused, which only a call can read. Shorter blocks and more slots then fit into the same
+// workspace.
+Problem with_exact_bounds(const Problem& p, const Args& args) {
+  Problem exact = p;
+  exact.max_seqlen_q = 0;
+  exact.max_seqlen_kv = 0;
+  for (std::int64_t b = 0; b < p.batch; ++b) {
+    const Band band = sequence(p, args, b).band;
+    exact.max_seqlen_q = std::max(exact.max_seqlen_q, band.seqlen_q);
+    exact.max_seqlen_kv = std::max(exact.max_seqlen_kv, band.seqlen_kv);
+  }
+  return exact;
+}
+
 // Rows that belong to no sequence.
 void fill_unused(const Problem& p, const Args& args) {
   for_each_unused_q(p, args, [&](std::int64_t batch, Range rows) {
@@ -218,11 +232,11 @@ WorkspaceSize forward_workspace(const Problem& p, const ForwardKernels& kernels)
 
 void schedule_forward(const Problem& p, const Args& args, const ForwardKernels& kernels) {
   fill_unused(p, args);
-  const Plan plan = make_plan(p, kernels, args.workspace_bytes);
+  const Plan plan = make_plan(with_exact_bounds(p, args), kernels, args.workspace_bytes);
   Arena arena(args.workspace);
   const auto slot_bytes = static_cast<std::int64_t>(plan.slot_bytes);
-  std::byte* const slots = arena.take<std::byte>(plan.num_slots * slot_bytes);
-  std::byte* const scratch_base =
+  auto* const slots = arena.take<std::byte>(plan.num_slots * slot_bytes);
+  auto* const scratch_base =
       arena.take<std::byte>(plan.num_threads * static_cast<std::int64_t>(plan.thread_bytes));
   for (std::int64_t i = 0; i < plan.num_slots; ++i) {
     new (slots + i * slot_bytes) Slot;
@@ -230,10 +244,8 @@ void schedule_forward(const Problem& p, const Args& args, const ForwardKernels& 
   const ForwardCall call{p, args, plan.sizes};
   std::atomic<std::int64_t> next_ticket{0};
 
-#pragma omp parallel num_threads(static_cast <int>(plan.num_threads))
-  {
-    Arena thread_arena(scratch_base +
-                       omp_get_thread_num() * static_cast<std::int64_t>(plan.thread_bytes));
+  run_threads(static_cast<int>(plan.num_threads), [&](int thread, int /*threads*/) {
+    Arena thread_arena(scratch_base + thread * static_cast<std::int64_t>(plan.thread_bytes));
     ForwardScratch scratch = carve_scratch(plan.sizes, kernels.panel, thread_arena);
     Cursor cursor(p, args, plan);
     for (;;) {
@@ -273,7 +285,7 @@ void schedule_forward(const Problem& p, const Args& args, const ForwardKernels& 
         slot.generation.fetch_add(1, std::memory_order_release);
       }
     }
-  }
+  });
 }
 
 }  // namespace flashgrad::cpu

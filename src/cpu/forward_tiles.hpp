@@ -16,6 +16,24 @@ namespace flashgrad::cpu {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+// Calls f.template operator()<kN>() with the number of vectors in a panel, at most kVecs, as a
+// constant.
+template <class Isa, class F>
+FG_INLINE void with_vecs(std::int64_t vecs, F&& f) {
+  if (vecs >= Isa::kVecs) {
+    return f.template operator()<Isa::kVecs>();
+  }
+  if constexpr (Isa::kVecs == 4) {
+    if (vecs == 3) {
+      return f.template operator()<3>();
+    }
+    if (vecs == 2) {
+      return f.template operator()<2>();
+    }
+  }
+  f.template operator()<1>();
+}
+
 // Rows of S^T (keys [0, kM)) for a panel of kN vectors of queries, without scale; the maxima of the
 // columns if all of it is visible.
 template <class Isa, int kM, int kN, bool kVisible>

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The register-tile product that all matrix products of attention are made of.
 //
-// C (rows, columns) = A (rows, depth) * B (depth, columns), depth counted in units (isa/common.hpp). B is packed in panels of
-// kWidth = kVecs * kLanes columns, the last one as many whole vectors as are left:
+// C (rows, columns) = A (rows, depth) * B (depth, columns), depth counted in units
+// (isa/common.hpp). B is packed in panels of kWidth = kVecs * kLanes columns, the last one as many
+// whole vectors as are left:
 //
 //     B: [panel][depth of the block][columns of the panel]
 //
-// so a tile reads it contiguously. A is read one unit at a time, row-major (a[m * lda + k]) or column-major (a[k * lda + m]).
+// so a tile reads it contiguously. A is read one unit at a time, row-major (a[m * lda + k]) or
+// column-major (a[k * lda + m]).
 #pragma once
 
 #include <cstddef>
@@ -19,10 +21,15 @@ namespace flashgrad::cpu {
 template <class Isa>
 inline constexpr int kWidth = Isa::kVecs* Isa::kLanes;
 
-FG_INLINE constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-FG_INLINE constexpr std::int64_t ceil_div(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+FG_INLINE constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+FG_INLINE constexpr std::int64_t ceil_div(std::int64_t n, std::int64_t by) {
+  return (n + by - 1) / by;
+}
 
-// Rows of a tile of `kN` vectors: a narrow last panel takes twice the rows, to hide the latency of the multiply-add.
+// Rows of a tile of `kN` vectors: a narrow last panel takes twice the rows, to hide the latency of
+// the multiply-add.
 template <class Isa, int kN>
 inline constexpr int kTileRows = 2 * kN > Isa::kVecs ? Isa::kRows : 2 * Isa::kRows;
 
@@ -32,7 +39,8 @@ inline constexpr int kRowMultiple = 2 * Isa::kRows;
 
 // acc = A * B for a tile of kM rows and one panel of kN vectors.
 template <class Isa, int kM, int kN, bool kColumnMajorA>
-FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda, const typename Isa::Unit* b, std::ptrdiff_t depth,
+FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda,
+                        const typename Isa::Unit* b, std::ptrdiff_t depth,
                         typename Isa::Vec (&acc)[kM][kN]) {
   FG_UNROLL
   for (int m = 0; m < kM; ++m) {
@@ -50,7 +58,8 @@ FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda, const t
     }
     FG_UNROLL
     for (int m = 0; m < kM; ++m) {
-      const typename Isa::UnitVec x = Isa::broadcast(kColumnMajorA ? a[k * lda + m] : a[m * lda + k]);
+      const typename Isa::UnitVec x =
+          Isa::broadcast(kColumnMajorA ? a[k * lda + m] : a[m * lda + k]);
       FG_UNROLL
       for (int n = 0; n < kN; ++n) {
         acc[m][n] = Isa::multiply_add(acc[m][n], x, row[n]);
@@ -61,8 +70,9 @@ FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda, const t
 
 // C tile = A * B, or += if `add`.
 template <class Isa, int kM, int kN, bool kColumnMajorA>
-[[gnu::noinline]] static void multiply_tile(const typename Isa::Unit* a, std::ptrdiff_t lda, const typename Isa::Unit* b,
-                                            std::ptrdiff_t depth, float* c, std::ptrdiff_t ldc, bool add) {
+[[gnu::noinline]] static void multiply_tile(const typename Isa::Unit* a, std::ptrdiff_t lda,
+                                            const typename Isa::Unit* b, std::ptrdiff_t depth,
+                                            float* c, std::ptrdiff_t ldc, bool add) {
   FG_UNROLL
   for (int m = 0; m < kM; ++m) {
     FG_UNROLL
@@ -82,15 +92,17 @@ template <class Isa, int kM, int kN, bool kColumnMajorA>
   }
 }
 
-// The units [begin, end) of the depth that a group of rows needs; the rest of A is known to be 0 there.
+// The units [begin, end) of the depth that a group of rows needs; the rest of A is known to be 0
+// there.
 struct DepthRange {
   std::ptrdiff_t begin = 0;
   std::ptrdiff_t end = 0;
 };
 
 template <class Isa, int kN, bool kColumnMajorA, class RangeOf>
-FG_INLINE void multiply_panel(std::int64_t rows, const typename Isa::Unit* a, std::ptrdiff_t lda, const typename Isa::Unit* b, float* c,
-                              std::ptrdiff_t ldc, bool add, const RangeOf& range_of) {
+FG_INLINE void multiply_panel(std::int64_t rows, const typename Isa::Unit* a, std::ptrdiff_t lda,
+                              const typename Isa::Unit* b, float* c, std::ptrdiff_t ldc, bool add,
+                              const RangeOf& range_of) {
   constexpr int kM = kTileRows<Isa, kN>;
   for (std::int64_t m = 0; m < rows; m += kM) {
     const DepthRange range = range_of(m, m + kM);
@@ -98,16 +110,20 @@ FG_INLINE void multiply_panel(std::int64_t rows, const typename Isa::Unit* a, st
     if (depth <= 0 && add) {
       continue;
     }
-    const typename Isa::Unit* tile_a = kColumnMajorA ? a + range.begin * lda + m : a + m * lda + range.begin;
-    multiply_tile<Isa, kM, kN, kColumnMajorA>(tile_a, lda, b + range.begin * (kN * Isa::kLanes), depth, c + m * ldc, ldc, add);
+    const typename Isa::Unit* tile_a =
+        kColumnMajorA ? a + range.begin * lda + m : a + m * lda + range.begin;
+    multiply_tile<Isa, kM, kN, kColumnMajorA>(tile_a, lda, b + range.begin * (kN * Isa::kLanes),
+                                              depth, c + m * ldc, ldc, add);
   }
 }
 
-// C (rows, columns) = or += A * B for all panels. `columns` is a multiple of kLanes, `rows` of kRowMultiple; B's panels hold `block_depth`
-// units each; range_of(m_begin, m_end) gives the DepthRange of a group of rows.
+// C (rows, columns) = or += A * B for all panels. `columns` is a multiple of kLanes, `rows` of
+// kRowMultiple; B's panels hold `block_depth` units each; range_of(m_begin, m_end) gives the
+// DepthRange of a group of rows.
 template <class Isa, bool kColumnMajorA, class RangeOf>
-static void multiply_panels(std::int64_t rows, std::int64_t columns, const typename Isa::Unit* a, std::ptrdiff_t lda,
-                            const typename Isa::Unit* b, std::ptrdiff_t block_depth, float* c, std::ptrdiff_t ldc, bool add,
+static void multiply_panels(std::int64_t rows, std::int64_t columns, const typename Isa::Unit* a,
+                            std::ptrdiff_t lda, const typename Isa::Unit* b,
+                            std::ptrdiff_t block_depth, float* c, std::ptrdiff_t ldc, bool add,
                             const RangeOf& range_of) {
   for (std::int64_t column = 0; column < columns; column += kWidth<Isa>) {
     const typename Isa::Unit* panel = b + column * block_depth;

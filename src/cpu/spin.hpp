@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waiting for another thread of the same call. Waits here are short (the other thread is at work on what is waited for), but the
-// machine may run more threads than it has cores: after a while the waiter yields.
+// Waiting for another thread of the same call. Waits here are short (the other thread is at work on
+// what is waited for), but the machine may run more threads than it has cores: after a while the
+// waiter yields.
 #pragma once
 
 #include <sched.h>

@@ -9,15 +9,18 @@ namespace flashgrad::cpu {
 inline constexpr float kLog2E = 1.44269504088896340736F;
 inline constexpr float kLn2 = 0.69314718055994530942F;
 
-// 2^x = 2^n * 2^f, n the nearest integer. The polynomials have the least maximum relative error on |f| <= 1/2 among those with constant
-// term 1 (by Lawson's iteration): degree 3 1.0e-4, a 39th of a bf16 unit; degree 4 2.8e-6; degree 6 2e-9 before rounding, 1 ulp after.
-// 0 far below the range, NaN for NaN, 0 for -inf.
+// 2^x = 2^n * 2^f, n the nearest integer. The polynomials have the least maximum relative error on
+// |f| <= 1/2 among those with constant term 1 (by Lawson's iteration): degree 3 1.0e-4, a 39th of a
+// bf16 unit; degree 4 2.8e-6; degree 6 2e-9 before rounding, 1 ulp after. 0 far below the range,
+// NaN for NaN, 0 for -inf.
 template <class Isa, int kDegree>
 FG_INLINE typename Isa::Vec exp2(typename Isa::Vec x) {
   static_assert(kDegree == 3 || kDegree == 4 || kDegree == 6);
   const auto n = Isa::round(x);
   const auto f = Isa::fraction(x, n);
-  const auto step = [f](typename Isa::Vec p, float c) __attribute__((always_inline)) { return Isa::fma(p, f, Isa::set1(c)); };
+  const auto step = [f](typename Isa::Vec p, float c) __attribute__((always_inline)) {
+    return Isa::fma(p, f, Isa::set1(c));
+  };
   typename Isa::Vec p;
   if constexpr (kDegree == 3) {
     p = Isa::set1(0.0550089292F);
@@ -39,7 +42,8 @@ FG_INLINE typename Isa::Vec exp2(typename Isa::Vec x) {
   return Isa::scale(step(p, 1.F), n);
 }
 
-// tanh to 2 ulp: a polynomial of x^2 for |x| < 0.55 (1e-9 before rounding), (1 - e) / (1 + e) with e = exp(-2|x|) beyond.
+// tanh to 2 ulp: a polynomial of x^2 for |x| < 0.55 (1e-9 before rounding), (1 - e) / (1 + e) with
+// e = exp(-2|x|) beyond.
 template <class Isa>
 FG_INLINE typename Isa::Vec tanh(typename Isa::Vec x) {
   const auto a = Isa::abs(x);

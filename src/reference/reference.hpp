@@ -21,7 +21,6 @@
 
 namespace flashgrad::reference {
 
-inline constexpr int kMaxHeadDim = 256;
 // Rows or keys of one call. Each key is loaded and converted once for this many rows.
 inline constexpr int kBlock = 8;
 
@@ -59,6 +58,8 @@ struct Formula {
     const Real ds = p * (dp - delta + dlse);
     return softcap > 0 ? ds * (1 - (s / softcap) * (s / softcap)) : ds;
   }
+  // What a row adds to its sink's gradient.
+  [[nodiscard]] Real dsink(Real p, Real delta, Real dlse) const { return p * (dlse - delta); }
   // The results, from sum_j p_ij v_j, sum_j ds_ij k_j, sum_i ds_ij q_i and sum_i p_ij dout_i.
   [[nodiscard]] Real out(Real sum) const { return sum; }
   [[nodiscard]] Real dq(Real sum) const { return scale * sum; }
@@ -368,11 +369,9 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
   }
 }
 
-// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one
-// sequence.
-template <class F>
-double backward_sink(const F& /*f*/, const Head& head) {
-  using R = typename F::Real;
+// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one sequence.
+template <class F, class R = typename F::Real>
+double backward_sink(const F& f, const Head& head) {
   const double sink = head.sink();
   double sum = 0;
   if (sink == -std::numeric_limits<double>::infinity()) {
@@ -382,8 +381,8 @@ double backward_sink(const F& /*f*/, const Head& head) {
   for (std::int64_t i = 0; i < head.sequence.band.seqlen_q; ++i) {
     const RowState<R> state = load_row_state(head, i, dout);
     if (!state.empty) {
-      const double p = std::exp(std::min(0.0, sink - static_cast<double>(state.lse)));
-      sum += p * static_cast<double>(state.dlse - state.delta);
+      const R p = f.probability(static_cast<R>(sink), state.lse);
+      sum += static_cast<double>(f.dsink(p, state.delta, state.dlse));
     }
   }
   return sum;

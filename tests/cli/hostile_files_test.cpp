@@ -234,6 +234,18 @@ TEST_F(HostileFiles, EmptyTensorsOfHugeExtent) {
                {"k", "BF16", {1, 0, 1, 1}, {}},
                {"v", "BF16", {1, 0, 1, 1}, {}}});
   expect_refused({}, 2, "overflows");
+  // These are attention of nothing, which is legal and takes no time.
+  const std::vector<Shape> shapes = {{kHuge, 0, 1, 1}, {1, 0, kHuge, 1}, {0, kHuge, 1, 1}};
+  for (const Shape& shape : shapes) {
+    write_input({{"q", "BF16", shape, {}},
+                 {"k", "BF16", shape, {}},
+                 {"v", "BF16", shape, {}},
+                 {"dout", "BF16", shape, {}}});
+    for (const char* backend : {"cpu", "reference"}) {
+      const ToolResult result = run({"--backend", backend});
+      EXPECT_EQ(result.exit_status, 0) << format_shape(shape) << result.err;
+    }
+  }
 }
 
 TEST_F(HostileFiles, OffsetsOfPackedSequences) {

@@ -65,7 +65,7 @@ TEST_F(Usage, RefusedOptions) {
       {{"extra"}, "extra"},
       {{"--causal", "--window", "1,1"}, "--window"},
       {{"--causal", "--window=inf,0"}, "--window"},
-      {{"--causal=maybe"}, "maybe"},
+      {{"--causal=maybe"}, "causal"},
       {{"--window"}, "--window"},
       {{"--window", ""}, "--window"},
       {{"--window", "1"}, "--window"},
@@ -113,8 +113,8 @@ TEST_F(Usage, RefusedOptions) {
       {{"--max-seqlen-kv", "9223372036854775808"}, "--max-seqlen-kv"},
       {{"--grad-dtype", "bf16"}, "--grad-dtype"},
       {{"--grad-dtype", ""}, "--grad-dtype"},
-      {{"--check=2x"}, "2x"},
-      {{"--deterministic=x"}, "--deterministic"},
+      {{"--check=2x"}, "check"},
+      {{"--deterministic=x"}, "deterministic"},
       {{"--input", "y"}, "--input"},
   };
   for (const Refused& refused : all) {
@@ -129,6 +129,17 @@ TEST_F(Usage, EnvironmentIsCheckedToo) {
   const ToolResult result = run({}, environment);
   EXPECT_EQ(result.exit_status, 2);
   EXPECT_NE(result.err.find("abacus"), std::string::npos) << result.err;
+  environment.variables = {"FLASHGRAD_CPU_ISA=mmx"};
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"run", "--input", path("in"), "--output", path("out")},
+        {"check", "--shape", "sq=8,d=8"}}) {
+    const ToolResult refused = run_tool(arguments, environment);
+    EXPECT_EQ(refused.exit_status, 2);
+    EXPECT_NE(refused.err.find("FLASHGRAD_CPU_ISA: mmx"), std::string::npos) << refused.err;
+  }
+  EXPECT_EQ(run_tool({"info"}, environment).exit_status, 0);
+  environment.variables = {"FLASHGRAD_CPU_ISA=generic"};
+  EXPECT_NE(run({}, environment).out.find("backend cpu: generic"), std::string::npos);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace flashgrad::check {
 namespace {
 
 // The oracle computes no more than this for a case; over it, a sample.
-constexpr double kOracleFlops = 1e9;
+constexpr double kOracleFlops = 5e8;
 
 // The command that repeats the running case, for the handler of a crash.
 std::array<char, 2000> current_case;
@@ -34,8 +34,9 @@ std::string text_of(const CaseResult& r) {
   std::string text = r.message;
   for (const OutputResult& o : r.outputs) {
     if (!o.ok) {
-      text += "\n  " + o.name + ": error " + std::to_string(o.error) + ", bound " +
-              std::to_string(o.bound) + "; " + o.reason;
+      std::array<char, 80> numbers;
+      std::snprintf(numbers.data(), numbers.size(), ": error %.4g, bound %.4g; ", o.error, o.bound);
+      text += "\n  " + o.name + numbers.data() + o.reason;
     }
   }
   return text;
@@ -62,6 +63,13 @@ void check_result(const CaseResult& r, const CallTensors& t, const Expectation& 
     }
   }
   EXPECT_TRUE(all_finite(t.dq) && all_finite(t.dk) && all_finite(t.dv));
+}
+
+// Whether running the case some more times on the target costs next to nothing.
+bool is_small(const Case& c, const Target& target) {
+  const std::int64_t rows =
+      (c.seqlen_q * c.heads_q + c.seqlen_kv * c.heads_kv) * (c.packed() ? 1 : c.batch);
+  return flops(c) <= target.max_flops / 100 && rows * (c.head_dim + c.head_dim_v) <= 1000000;
 }
 
 }  // namespace
@@ -109,7 +117,8 @@ void expect_right(const Case& c, const Expectation& expectation) {
     }
     ++ran;
     check_result(first, runner.tensors(), expectation);
-    if (first.status != FG_OK) {
+    // Repeating a large case is left to the first target.
+    if (first.status != FG_OK || (ran > 1 && !is_small(c, target))) {
       continue;
     }
     const Bits bits = bits_of(runner.tensors());

@@ -18,13 +18,14 @@ std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
 
 TEST(Grid, Sample) {
   const std::uint64_t seed = from_environment("FLASHGRAD_GRID_SEED", 20260101);
-  const std::uint64_t count = from_environment("FLASHGRAD_GRID_COUNT", 200);
+  const std::uint64_t count = from_environment("FLASHGRAD_GRID_COUNT", 150);
   std::printf("FLASHGRAD_GRID_SEED=%llu FLASHGRAD_GRID_COUNT=%llu\n",
               static_cast<unsigned long long>(seed), static_cast<unsigned long long>(count));
   for (std::uint64_t n = 0; n < count && !HasFailure(); ++n) {
     Case c = random_case(seed + n);
     expect_right(c);
-    if (n % 8 == 0) {  // f64 is the reference backend's alone
+    // f64 is the reference backend's alone.
+    if (n % 8 == 0 && flops(c) <= targets().back().max_flops) {
       c.dtype = DType::kF64;
       c.grad_f32 = false;
       expect_right(c);

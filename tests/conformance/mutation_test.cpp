@@ -64,6 +64,15 @@ struct DvTooSmall : Right {
   double dv(double sum) const { return 0.97 * sum; }
 };
 
+struct DsinkWithoutDelta : Right {
+  using Right::Right;
+  double dsink(double p, double, double dlse) const { return p * dlse; }
+};
+struct DsinkWithoutDlse : Right {
+  using Right::Right;
+  double dsink(double p, double delta, double) const { return -p * delta; }
+};
+
 // What goes wrong around the equations.
 struct Around {
   std::int64_t more_left = 0;  // keys that the band shows beyond its left edge
@@ -199,8 +208,8 @@ class Mutation : public testing::TestWithParam<DType> {
 TEST_P(Mutation, NoneIsAccepted) { EXPECT_EQ(harness.refused<Right>(), ""); }
 
 TEST_P(Mutation, OfAnEquationIsRefused) {
-  EXPECT_EQ(harness.refused<LogitWithoutScale>(), "out lse dq dk dv dsinks");
-  EXPECT_EQ(harness.refused<LogitWithoutSoftcap>(), "out lse dq dk dv dsinks");
+  EXPECT_EQ(harness.refused<LogitWithoutScale>(), "out lse dq dk dv");
+  EXPECT_EQ(harness.refused<LogitWithoutSoftcap>(), "out lse dq dk dv");
   EXPECT_EQ(harness.refused<NoSoftcapFactor>(), "dq dk");
   EXPECT_EQ(harness.refused<NoDelta>(), "dq dk");
   EXPECT_EQ(harness.refused<NoDlse>(), "dq dk");
@@ -208,12 +217,14 @@ TEST_P(Mutation, OfAnEquationIsRefused) {
   EXPECT_EQ(harness.refused<DqWithoutScale>(), "dq");
   EXPECT_EQ(harness.refused<DkWithoutScale>(), "dk");
   EXPECT_EQ(harness.refused<DvTooSmall>(), "dv");
+  EXPECT_EQ(harness.refused<DsinkWithoutDelta>(), "dsinks");
+  EXPECT_EQ(harness.refused<DsinkWithoutDlse>(), "dsinks");
 }
 
 TEST_P(Mutation, OfTheMaskIsRefused) {
   for (const Around& around : {Around{.more_left = 1}, Around{.more_left = -1},
                                Around{.more_right = 1}, Around{.more_right = -1}}) {
-    EXPECT_EQ(harness.refused<Right>(around), "out lse dq dk dv dsinks")
+    EXPECT_EQ(harness.refused<Right>(around), "out lse dq dk dv")
         << around.more_left << " " << around.more_right;
   }
   EXPECT_NE(harness.refused<Right>({.fewer_keys = 1}), "");

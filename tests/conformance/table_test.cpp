@@ -30,7 +30,7 @@ std::vector<Entry> entries(bool on_a_cpu) {
 
 class KnownFault : public testing::TestWithParam<Entry> {};
 
-TEST_P(KnownFault, IsRight) {
+TEST_P(KnownFault, OnEveryTarget) {
   const TableEntry& entry = *GetParam().entry;
   ASSERT_FALSE(entry.cases.empty());
   for (const Case& c : entry.cases) {

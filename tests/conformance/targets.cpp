@@ -34,7 +34,7 @@ Found find() {
         }
       }
     } else if (backend.available != 0) {
-      found.targets.push_back({name, "", 1e9});
+      found.targets.push_back({name, "", 5e8});
     } else {
       found.untested.push_back(name + ": " + backend.detail);
     }

@@ -46,21 +46,52 @@ double timed(const std::function<void()>& f) {
   return omp_get_wtime() - begin;
 }
 
-// What one shape, dtype and mask came to. NaN where there is no baseline.
+// Medians over the rounds; those of the ratios are over each round's own. NaN where there is no
+// baseline.
+struct PassResult {
+  double seconds = NAN;
+  double gflops = NAN;
+  double fraction_of_peak = NAN;
+  double standard_seconds = NAN;
+  double speedup = NAN;
+};
+
+// What one shape, dtype and mask came to.
 struct Row {
   check::Case c;
   std::string mask;
   std::string backend;
-  Cost cost;
-  double forward_seconds = 0;
-  double backward_seconds = 0;
-  double standard_forward_seconds = NAN;
-  double standard_backward_seconds = NAN;
-  double peak_gflops = 0;
+  PassResult forward;
+  PassResult backward;
+  double peak_gflops = NAN;
   std::uint64_t memory_bytes = 0;
   std::uint64_t standard_memory_bytes = 0;
   std::string no_standard;  // why
   int num_rounds = 0;
+};
+
+// The times of one pass, round by round.
+struct PassTimes {
+  std::vector<double> ours;
+  std::vector<double> standard;  // empty without a baseline
+
+  [[nodiscard]] PassResult summary(double flops, const std::vector<double>& peak_gflops) const {
+    std::vector<double> fractions;
+    std::vector<double> speedups;
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      fractions.push_back(flops / ours[i] * 1e-9 / peak_gflops[i]);
+      if (!standard.empty()) {
+        speedups.push_back(standard[i] / ours[i]);
+      }
+    }
+    PassResult result;
+    result.seconds = median(ours);
+    result.gflops = flops / result.seconds * 1e-9;
+    result.fraction_of_peak = median(fractions);
+    result.standard_seconds = median(standard);
+    result.speedup = median(speedups);
+    return result;
+  }
 };
 
 // |a - b| / |b| over all elements.
@@ -126,7 +157,6 @@ Row measure(const check::Case& c, const CallOptions& call_options) {
   forward.run(FG_FORWARD, tensors, options);
   backward.run(FG_BACKWARD, tensors, options);
   row.memory_bytes = peak_memory_bytes() - resident_before;
-  row.cost = cost_of(call, options);
 
   const std::uint64_t resident_between = resident_memory_bytes();
   reset_peak_memory();
@@ -142,29 +172,26 @@ Row measure(const check::Case& c, const CallOptions& call_options) {
     require_agreement(call, *standard, c.dtype);
   }
 
-  std::vector<double> forward_times;
-  std::vector<double> backward_times;
-  std::vector<double> standard_forward_times;
-  std::vector<double> standard_backward_times;
+  const Cost cost = cost_of(call, options);
+  PassTimes forward_times;
+  PassTimes backward_times;
   std::vector<double> peaks;
   const double begin = omp_get_wtime();
   while (row.num_rounds < kMinRounds ||
          (row.num_rounds < kMaxRounds && omp_get_wtime() - begin < kEnoughSeconds)) {
-    forward_times.push_back(forward.run(FG_FORWARD, tensors, options));
-    backward_times.push_back(backward.run(FG_BACKWARD, tensors, options));
+    forward_times.ours.push_back(forward.run(FG_FORWARD, tensors, options));
+    backward_times.ours.push_back(backward.run(FG_BACKWARD, tensors, options));
     if (standard != nullptr) {
-      standard_forward_times.push_back(timed([&] { standard->forward(); }));
-      standard_backward_times.push_back(timed([&] { standard->backward(); }));
+      forward_times.standard.push_back(timed([&] { standard->forward(); }));
+      backward_times.standard.push_back(timed([&] { standard->backward(); }));
     }
     peaks.push_back(
         (c.dtype == DType::kBF16 ? measure_bf16_peak(num_threads) : measure_f32_peak(num_threads))
             .gflops);
     ++row.num_rounds;
   }
-  row.forward_seconds = median(forward_times);
-  row.backward_seconds = median(backward_times);
-  row.standard_forward_seconds = median(standard_forward_times);
-  row.standard_backward_seconds = median(standard_backward_times);
+  row.forward = forward_times.summary(cost.forward_flops, peaks);
+  row.backward = backward_times.summary(cost.backward_flops, peaks);
   row.peak_gflops = median(peaks);
   return row;
 }
@@ -175,49 +202,44 @@ std::string title_of(const check::Case& c) {
 
 // One line for each pass.
 std::string lines_of(const Row& row) {
-  const auto line = [&](const char* pass, double seconds, double flops, double standard_seconds) {
-    const double gflops = flops / seconds * 1e-9;
+  const auto line = [&](const char* title, const PassResult& pass) {
     const std::string standard =
-        std::isnan(standard_seconds)
+        std::isnan(pass.speedup)
             ? fmt::format("{:>11}{:>8}{:>11}", "-", "-", "-")
-            : fmt::format("{:>11}{:>7.2f}x{:>11}", format_seconds(standard_seconds),
-                          standard_seconds / seconds,
+            : fmt::format("{:>11}{:>7.2f}x{:>11}", format_seconds(pass.standard_seconds),
+                          pass.speedup,
                           format_bytes(static_cast<double>(row.standard_memory_bytes)));
-    return fmt::format("  {:<9}{:>11}{:>9.1f}{:>7.2f}{:>11}{}\n", pass, format_seconds(seconds),
-                       gflops, gflops / row.peak_gflops,
+    return fmt::format("  {:<9}{:>11}{:>9.1f}{:>7.2f}{:>11}{}\n", title,
+                       format_seconds(pass.seconds), pass.gflops, pass.fraction_of_peak,
                        format_bytes(static_cast<double>(row.memory_bytes)), standard);
   };
-  std::string text = fmt::format(
-      "{}, {}{}\n", title_of(row.c), row.mask,
-      row.no_standard.empty() ? "" : fmt::format(" (no standard attention: {})", row.no_standard));
-  text +=
-      line("forward", row.forward_seconds, row.cost.forward_flops, row.standard_forward_seconds);
-  return text + line("backward", row.backward_seconds, row.cost.backward_flops,
-                     row.standard_backward_seconds);
+  const std::string reason =
+      row.no_standard.empty() ? "" : fmt::format(" (no standard attention: {})", row.no_standard);
+  return fmt::format("{}, {}{}\n", title_of(row.c), row.mask, reason) +
+         line("forward", row.forward) + line("backward", row.backward);
+}
+
+ordered_json json_of(const PassResult& pass) {
+  ordered_json result = {{"seconds", pass.seconds},
+                         {"gflops", pass.gflops},
+                         {"fraction_of_peak", pass.fraction_of_peak}};
+  if (!std::isnan(pass.speedup)) {
+    result["standard_seconds"] = pass.standard_seconds;
+    result["speedup"] = pass.speedup;
+  }
+  return result;
 }
 
 ordered_json json_of(const Row& row) {
-  const auto pass = [&](double seconds, double flops, double standard_seconds) {
-    const double gflops = flops / seconds * 1e-9;
-    ordered_json result = {
-        {"seconds", seconds}, {"gflops", gflops}, {"fraction_of_peak", gflops / row.peak_gflops}};
-    if (!std::isnan(standard_seconds)) {
-      result["standard_seconds"] = standard_seconds;
-      result["speedup"] = standard_seconds / seconds;
-    }
-    return result;
-  };
-  ordered_json result = {
-      {"shape", check::shape_text(row.c)},
-      {"dtype", name(row.c.dtype)},
-      {"mask", row.mask},
-      {"backend", row.backend},
-      {"rounds", row.num_rounds},
-      {"peak_gflops", row.peak_gflops},
-      {"forward", pass(row.forward_seconds, row.cost.forward_flops, row.standard_forward_seconds)},
-      {"backward",
-       pass(row.backward_seconds, row.cost.backward_flops, row.standard_backward_seconds)},
-      {"memory_bytes", row.memory_bytes}};
+  ordered_json result = {{"shape", check::shape_text(row.c)},
+                         {"dtype", name(row.c.dtype)},
+                         {"mask", row.mask},
+                         {"backend", row.backend},
+                         {"rounds", row.num_rounds},
+                         {"peak_gflops", row.peak_gflops},
+                         {"forward", json_of(row.forward)},
+                         {"backward", json_of(row.backward)},
+                         {"memory_bytes", row.memory_bytes}};
   if (row.no_standard.empty()) {
     result["standard_memory_bytes"] = row.standard_memory_bytes;
   } else {

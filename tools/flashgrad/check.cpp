@@ -5,8 +5,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <iostream>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -16,6 +16,11 @@
 
 namespace flashgrad::tool {
 namespace {
+
+// Of the table's cases the oracle computes no more than so many floating-point operations whole,
+// and a seeded sample of larger ones: the whole table then takes a minute or two. The conformance
+// tests take more.
+constexpr double kTableFlops = 2e9;
 
 struct Tally {
   int num_passed = 0;
@@ -51,6 +56,14 @@ std::string worst_output(const check::CaseResult& result) {
   return fmt::format("worst {} at {:.2f} of its bound", name, std::max(worst, 0.0));
 }
 
+check::CaseResult run_on(check::CaseRunner& runner, const std::string& backend,
+                         const fg_options& options) {
+  check::RunOptions run_options;
+  run_options.backend = backend;
+  run_options.num_threads = options.num_threads;
+  return runner.run(run_options);
+}
+
 // The command that runs this case on this backend again.
 std::string repeat_command(const check::Case& c, const std::string& backend,
                            const fg_options& options) {
@@ -61,30 +74,27 @@ std::string repeat_command(const check::Case& c, const std::string& backend,
   return command;
 }
 
-// Runs one case on one backend, tells what went wrong, and counts.
-void check_case(const check::Case& c, const std::string& backend, const fg_options& options,
-                Tally& tally, std::string& line) {
-  check::RunOptions run_options;
-  run_options.backend = backend;
-  run_options.num_threads = options.num_threads;
-  const check::CaseResult result = check::run_case(c, run_options);
+// Runs one case on one backend, tells what went wrong, and counts. Returns a few words on how it
+// went.
+std::string check_case(check::CaseRunner& runner, const std::string& backend,
+                       const fg_options& options, Tally& tally) {
+  const check::Case& c = runner.spec();
+  const check::CaseResult result = run_on(runner, backend, options);
   if (result.status == FG_UNSUPPORTED) {
     ++tally.num_refused;
-    line = "refused: " + result.message;
-    return;
+    return "refused: " + result.message;
   }
   if (result.ok()) {
     ++tally.num_passed;
-    line = worst_output(result);
-    return;
+    return worst_output(result);
   }
   ++tally.num_failed;
-  line = "FAIL";
   print_out(fmt::format(
       "FAIL on {}: {}\n{}{}  repeat: {}\n", backend, c.id.empty() ? check::shape_text(c) : c.id,
       result.message.empty() ? "" : "  " + result.message + "\n",
       result.outputs.empty() ? "" : format_outputs(result.outputs, result.coverage),
       repeat_command(c, backend, options)));
+  return "FAIL";
 }
 
 int finish(const Tally& tally) {
@@ -100,11 +110,9 @@ int finish(const Tally& tally) {
 // One shape on each backend, every output shown.
 int check_shape(const check::Case& c, const CallOptions& call_options) {
   Tally tally;
+  check::CaseRunner runner(c);
   for (const std::string& backend : backends_to_check(call_options)) {
-    check::RunOptions run_options;
-    run_options.backend = backend;
-    run_options.num_threads = call_options.options.num_threads;
-    const check::CaseResult result = check::run_case(c, run_options);
+    const check::CaseResult result = run_on(runner, backend, call_options.options);
     const std::string title = fmt::format("{} ({})", backend, describe_backend(backend).detail);
     if (result.status == FG_UNSUPPORTED) {
       ++tally.num_refused;
@@ -138,18 +146,22 @@ int check_table(const CallOptions& call_options, std::uint64_t seed) {
       print_out(fmt::format("--    {}: {}\n", entry.id, entry.not_on_a_cpu));
       continue;
     }
-    for (const std::string& backend : backends) {
-      std::cerr << fmt::format("[{}/{}] {} on {}\n", num_entries, table.size(), entry.id, backend);
-      const int num_failed_before = tally.num_failed;
-      std::string line;
-      for (check::Case c : entry.cases) {
-        c.seed = seed;
-        check_case(c, backend, call_options.options, tally, line);
+    std::cerr << fmt::format("[{}/{}] {}\n", num_entries, table.size(), entry.id);
+    std::vector<std::string> words(backends.size());
+    std::vector<bool> failed(backends.size(), false);
+    for (check::Case c : entry.cases) {
+      c.seed = seed;
+      check::CaseRunner runner(std::move(c), kTableFlops);
+      for (std::size_t b = 0; b < backends.size(); ++b) {
+        const int num_failed_before = tally.num_failed;
+        words[b] = check_case(runner, backends[b], call_options.options, tally);
+        failed[b] = failed[b] || tally.num_failed > num_failed_before;
       }
-      print_out(fmt::format("{}  {:<10} {} ({} cases{}): {}\n",
-                            tally.num_failed == num_failed_before ? "ok  " : "FAIL", backend,
-                            entry.id, entry.cases.size(),
-                            entry.shrunk.empty() ? "" : "; " + entry.shrunk, line));
+    }
+    for (std::size_t b = 0; b < backends.size(); ++b) {
+      print_out(fmt::format("{}  {:<10} {} ({} cases{}): {}\n", failed[b] ? "FAIL" : "ok  ",
+                            backends[b], entry.id, entry.cases.size(),
+                            entry.shrunk.empty() ? "" : "; " + entry.shrunk, words[b]));
     }
   }
   return finish(tally);

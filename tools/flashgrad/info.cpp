@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention_call.hpp"
+#include "cpu/dispatch.hpp"
 #include "options.hpp"
 #include "text.hpp"
 
@@ -48,6 +49,7 @@ std::int64_t max_head_dim(const std::string& backend, const std::string& dtype) 
 
 std::string supported_dtypes(const std::string& backend) {
   std::string text;
+  // As `--dtype` spells them.
   for (const auto& [dtype, name] :
        {std::pair{"F32", "f32"}, {"BF16", "bf16"}, {"F16", "f16"}, {"F64", "f64"}}) {
     if (const std::int64_t head_dim = max_head_dim(backend, dtype); head_dim > 0) {
@@ -55,6 +57,19 @@ std::string supported_dtypes(const std::string& backend) {
     }
   }
   return text.empty() ? "nothing on this machine" : text;
+}
+
+std::string instruction_sets() {
+  std::string text =
+      "instruction sets of the cpu backend, best first (FLASHGRAD_CPU_ISA=NAME forces one)\n";
+  const cpu::InstructionSet* selected = cpu::selected_instruction_set();
+  for (const cpu::InstructionSet& set : cpu::instruction_sets()) {
+    text += fmt::format("  {:<12} {}\n", set.name,
+                        &set == selected  ? "used"
+                        : set.available() ? "available"
+                                          : "not on this machine");
+  }
+  return text + (selected == nullptr ? "  " + printable(cpu::selection_error(), 400) + "\n" : "");
 }
 
 }  // namespace
@@ -67,6 +82,7 @@ int info_command() {
                         info.available != 0 ? "" : "not here: ", info.detail, "",
                         supported_dtypes(name));
   }
+  text += "\n" + instruction_sets();
   text += R"(
 forward and backward, on every backend
   heads      heads_q a multiple of heads_kv (MHA, GQA, MQA); head_dim_v independent of head_dim

@@ -8,6 +8,7 @@
 #include <iostream>
 #include <thread>
 
+#include "cpu/dispatch.hpp"
 #include "text.hpp"
 
 namespace flashgrad::tool {
@@ -86,6 +87,10 @@ void add_call_options(CLI::App& app, CallArguments& arguments) {
 }
 
 CallOptions::CallOptions(const CallArguments& arguments) {
+  // Without this the call would quietly fall back to the reference backend.
+  if (cpu::selected_instruction_set() == nullptr) {
+    throw Error(printable(cpu::selection_error(), 400));
+  }
   if (arguments.causal) {
     options.window_right = 0;
   } else if (arguments.window) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loops of independent multiply-adds that never leave the registers. Traps that these loops avoid:
-// fresh threads and cold clocks (a warm-up runs first, a measurement takes 20 ms or more),
+// fresh threads, cold clocks and busy machines (the best of several tries counts),
 // accumulators that the compiler keeps in memory, and products that it could compute once (no
 // fast-math here: each addition depends on the one before).
 #include "peak.hpp"
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <ctime>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -26,6 +27,10 @@ struct Kernel {
   double flops_per_iteration;
   Loop loop;
 };
+
+// c = c * kFactor + kAddend converges; sums of kFactor * kAddend stay small: finite and normal.
+constexpr float kFactor = 0.999F;
+constexpr float kAddend = 1e-3F;
 
 // 12 accumulators hide a latency of 4 or 5 cycles on two units; with a and b they fit into 16
 // registers. The loops over them are unrolled, so that the array becomes registers.
@@ -152,8 +157,7 @@ double time_loop(const Kernel& kernel, int num_threads, std::int64_t iterations)
   {
 #pragma omp barrier
     const double begin = omp_get_wtime();
-    // |a| < 1 keeps the sums finite and normal.
-    total += kernel.loop(iterations, 0.999F, 1e-3F);
+    total += kernel.loop(iterations, kFactor, kAddend);
 #pragma omp barrier
 #pragma omp master
     seconds = omp_get_wtime() - begin;
@@ -162,13 +166,23 @@ double time_loop(const Kernel& kernel, int num_threads, std::int64_t iterations)
   return std::isfinite(total) ? seconds : HUGE_VAL;
 }
 
-Peak measure(const Kernel& kernel, int num_threads) {
-  constexpr double kSeconds = 0.02;
-  constexpr int kTries = 3;
-  std::int64_t iterations = 1 << 16;
-  while (time_loop(kernel, num_threads, iterations) < kSeconds) {
-    iterations *= 2;
+// Iterations that take one thread about `seconds` of its own time, which other programs do not
+// lengthen.
+std::int64_t calibrate(const Kernel& kernel, double seconds) {
+  for (std::int64_t iterations = 1 << 14;; iterations *= 2) {
+    const std::clock_t begin = std::clock();
+    const float sum = kernel.loop(iterations, kFactor, kAddend);
+    const double elapsed = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+    if (elapsed >= seconds || !std::isfinite(sum)) {
+      return iterations;
+    }
   }
+}
+
+Peak measure(const Kernel& kernel, int num_threads) {
+  constexpr double kSeconds = 0.01;
+  constexpr int kTries = 10;
+  const std::int64_t iterations = calibrate(kernel, kSeconds);
   double best = HUGE_VAL;
   for (int i = 0; i < kTries; ++i) {
     best = std::min(best, time_loop(kernel, num_threads, iterations));

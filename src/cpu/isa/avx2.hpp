@@ -41,11 +41,15 @@ struct Avx2 {
   FG_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
   // The second operand is what min returns when one is NaN.
   FG_INLINE Vec min_zero(Vec x) { return _mm256_min_ps(_mm256_setzero_ps(), x); }
-  FG_INLINE Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  FG_INLINE Vec fraction(Vec x, Vec n) {
-    return _mm256_blendv_ps(_mm256_sub_ps(x, n), _mm256_setzero_ps(), _mm256_cmp_ps(abs(x), infinity(), _CMP_EQ_OQ));
+  FG_INLINE Vec round(Vec x) {
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
-  // The exponent bits of 2^n. Below the normal range the answer is 0; a NaN n leaves p, which is then NaN too.
+  FG_INLINE Vec fraction(Vec x, Vec n) {
+    return _mm256_blendv_ps(_mm256_sub_ps(x, n), _mm256_setzero_ps(),
+                            _mm256_cmp_ps(abs(x), infinity(), _CMP_EQ_OQ));
+  }
+  // The exponent bits of 2^n. Below the normal range the answer is 0; a NaN n leaves p, which is
+  // then NaN too.
   FG_INLINE Vec scale(Vec p, Vec n) {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     const __m256 power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
@@ -105,7 +109,8 @@ struct Avx2 {
       const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
       _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
     } else {
-      _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+      _mm_storeu_si128(static_cast<__m128i*>(p),
+                       _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
   }
 
@@ -144,7 +149,9 @@ struct Avx2 {
  private:
   FG_INLINE __m256 sign_bit() { return _mm256_set1_ps(-0.F); }
   FG_INLINE __m256 infinity() { return _mm256_set1_ps(std::numeric_limits<float>::infinity()); }
-  FG_INLINE int clamp_lane(std::int64_t n) { return static_cast<int>(n < 0 ? 0 : n > kLanes ? kLanes : n); }
+  FG_INLINE int clamp_lane(std::int64_t n) {
+    return static_cast<int>(n < 0 ? 0 : n > kLanes ? kLanes : n);
+  }
 };
 
 }  // namespace

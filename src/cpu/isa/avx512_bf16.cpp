@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The algorithm for bf16 tensors on AVX-512-BF16.
-#include "cpu/isa/avx512.hpp"
-
 #include "cpu/backward.hpp"
 #include "cpu/dispatch.hpp"
 #include "cpu/forward.hpp"
+#include "cpu/isa/avx512.hpp"
 
 namespace flashgrad::cpu {
 namespace {
 
 WorkspaceSize workspace_size(const Problem& p, Pass pass) {
-  return pass == Pass::kForward ? forward_workspace<Avx512Bf16>(p) : backward_workspace<Avx512Bf16>(p);
+  return pass == Pass::kForward ? forward_workspace<Avx512Bf16>(p)
+                                : backward_workspace<Avx512Bf16>(p);
 }
 
 }  // namespace

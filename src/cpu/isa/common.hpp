@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an instruction set is to the CPU backend: a struct `Isa` of types, constants and always-inlined functions. The algorithm is
-// written once, as templates over it; isa/NAME.cpp instantiates them with the flags of that set.
+// What an instruction set is to the CPU backend: a struct `Isa` of types, constants and
+// always-inlined functions. The algorithm is written once, as templates over it; isa/NAME.cpp
+// instantiates them with the flags of that set.
 //
-// Every Isa struct lives in an anonymous namespace, so whatever is instantiated over it has internal linkage: no code compiled for a
-// newer set can be picked by the linker for use elsewhere. Nothing in these translation units may need an out-of-line copy of a shared
-// inline function; they are always optimised, and a test looks for weak symbols in their objects.
+// Every Isa struct lives in an anonymous namespace, so whatever is instantiated over it has
+// internal linkage: no code compiled for a newer set can be picked by the linker for use elsewhere.
+// Nothing in these translation units may need an out-of-line copy of a shared inline function; they
+// are always optimised, and a test looks for weak symbols in their objects.
 //
-// The 32-bit unit. All matrix operands are counted in units along the reduction: a float (kPair = 1), or two bf16 (kPair = 2) that one
-// dot-product instruction multiplies and adds. So one source serves both.
+// The 32-bit unit. All matrix operands are counted in units along the reduction: a float (kPair =
+// 1), or two bf16 (kPair = 2) that one dot-product instruction multiplies and adds. So one source
+// serves both.
 //
 // | member | meaning |
 // |---|---|
@@ -25,14 +28,13 @@
 // | not_equal(a, b) less(a, b) both(m, n) | masks: a != b (true where one is NaN); a < b; m and n |
 // | keep(m, x) select(m, a, b) | m ? x : 0; m ? a : b |
 // | any(m) any_nan(x) reduce_add(x) reduce_max(x) | over the lanes, in a fixed order |
-// | load_as<DType>(p) store_as<DType>(p, v) | kLanes elements, converted (stores round to nearest even) |
-// | load_units store_units broadcast(u) | |
-// | multiply_add(acc, a, b) | acc + a * b, or acc + a.lo * b.lo + a.hi * b.hi |
-// | transpose(src, lds, dst, ldd) | kLanes x kLanes units |
-// | load_bytes(p) | kPair = 2: 2 * kLanes bf16 of any alignment |
-// | any_not_finite(v) | kPair = 2: whether one of them is an infinity or NaN |
-// | narrow(lo, hi) | kPair = 2: 2 * kLanes floats to bf16, in order |
-// | interleave(a, b, lo, hi) | kPair = 2: lo, hi = the pairs (a_0, b_0), (a_1, b_1), ... of 2 * kLanes bf16 each |
+// | load_as<DType>(p) store_as<DType>(p, v) | kLanes elements, converted (stores round to nearest
+// even) | | load_units store_units broadcast(u) | | | multiply_add(acc, a, b) | acc + a * b, or acc
+// + a.lo * b.lo + a.hi * b.hi | | transpose(src, lds, dst, ldd) | kLanes x kLanes units | |
+// load_bytes(p) | kPair = 2: 2 * kLanes bf16 of any alignment | | any_not_finite(v) | kPair = 2:
+// whether one of them is an infinity or NaN | | narrow(lo, hi) | kPair = 2: 2 * kLanes floats to
+// bf16, in order | | interleave(a, b, lo, hi) | kPair = 2: lo, hi = the pairs (a_0, b_0), (a_1,
+// b_1), ... of 2 * kLanes bf16 each |
 #pragma once
 
 #define FG_INLINE [[gnu::always_inline]] static inline

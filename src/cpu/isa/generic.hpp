@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instruction set of whatever the compiler targets by default, through its vector extensions: SSE2 on x86-64, NEON on 64-bit Arm.
-// The members: isa/common.hpp.
+// The instruction set of whatever the compiler targets by default, through its vector extensions:
+// SSE2 on x86-64, NEON on 64-bit Arm. The members: isa/common.hpp.
 #pragma once
 
 #include <cmath>
@@ -43,24 +43,32 @@ struct Generic {
   FG_INLINE Vec div(Vec a, Vec b) { return a / b; }
   FG_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
   FG_INLINE Vec abs(Vec a) { return (Vec)((Mask)a & set1_int(0x7fffffff)); }
-  FG_INLINE Vec copy_sign(Vec magnitude, Vec sign) { return (Vec)(((Mask)magnitude & set1_int(0x7fffffff)) | ((Mask)sign & ~set1_int(0x7fffffff))); }
+  FG_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
+    return (Vec)(((Mask)magnitude & set1_int(0x7fffffff)) | ((Mask)sign & ~set1_int(0x7fffffff)));
+  }
   FG_INLINE Vec max(Vec a, Vec b) { return select(less(b, a), a, b); }
   FG_INLINE Vec min_zero(Vec x) { return select(less(zero(), x), zero(), x); }
-  // 1.5 * 2^23 leaves no fraction bits; from 2^22 on a float that matters here (|x| < 2^22) does not occur, so larger ones stay.
+  // 1.5 * 2^23 leaves no fraction bits; from 2^22 on a float that matters here (|x| < 2^22) does
+  // not occur, so larger ones stay.
   FG_INLINE Vec round(Vec x) {
     const Vec magic = copy_sign(set1(0x1.8p23F), x);
     const Vec sum = x + magic;
     return select(less(abs(x), set1(0x1p22F)), sum - magic, x);
   }
-  FG_INLINE Vec fraction(Vec x, Vec n) { return select(abs(x) == set1(std::numeric_limits<float>::infinity()), zero(), x - n); }
-  // The exponent bits of 2^n. Below the normal range the answer is 0; a NaN n leaves p, which is then NaN too.
+  FG_INLINE Vec fraction(Vec x, Vec n) {
+    return select(abs(x) == set1(std::numeric_limits<float>::infinity()), zero(), x - n);
+  }
+  // The exponent bits of 2^n. Below the normal range the answer is 0; a NaN n leaves p, which is
+  // then NaN too.
   FG_INLINE Vec scale(Vec p, Vec n) {
     const Mask below = less(n, set1(-126.F));
     const Mask above = less(set1(127.F), n);
     const Mask usable = ~(below | above) & (n == n);
     // n + 127 + 2^23 has the biased exponent in its low bits.
-    const Mask exponent = (Mask)(select(usable, n, zero()) + set1(0x1p23F + 127.F)) & set1_int(0xff);
-    const Vec power = keep(~below, select(above, set1(std::numeric_limits<float>::infinity()), (Vec)(exponent << 23)));
+    const Mask exponent =
+        (Mask)(select(usable, n, zero()) + set1(0x1p23F + 127.F)) & set1_int(0xff);
+    const Vec power = keep(
+        ~below, select(above, set1(std::numeric_limits<float>::infinity()), (Vec)(exponent << 23)));
     return p * power;
   }
 
@@ -124,7 +132,9 @@ struct Generic {
 
  private:
   FG_INLINE Mask set1_int(std::int32_t x) { return Mask{x, x, x, x}; }
-  FG_INLINE std::int32_t clamp_lane(std::int64_t n) { return static_cast<std::int32_t>(n < 0 ? 0 : n > kLanes ? kLanes : n); }
+  FG_INLINE std::int32_t clamp_lane(std::int64_t n) {
+    return static_cast<std::int32_t>(n < 0 ? 0 : n > kLanes ? kLanes : n);
+  }
 };
 
 }  // namespace
