@@ -34,6 +34,21 @@ __device__ __forceinline__ float2 load_shared_float2(std::uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ uint4 load_shared_uint4(std::uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ void store_shared(std::uint32_t address, std::uint32_t a,
+                                             std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
 // PTX ISA, "ex2": 2^x, 2 ulp; 0 for -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -82,15 +82,13 @@ __device__ __forceinline__ void store_gradient(float (&d)[C.head_dim / 2], float
     const int r = key + i / (C.head_dim / 8);
     const int column = i % (C.head_dim / 8) * 8;
     if (r < tile.rows_to_write && column < columns) {
-      std::uint32_t values[4];
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-                   : "r"(staging + static_cast<std::uint32_t>(Tile::offset(r, column))));
+      const uint4 loaded =
+          ptx::load_shared_uint4(staging + static_cast<std::uint32_t>(Tile::offset(r, column)));
+      const std::uint32_t values[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
       std::uint16_t* destination =
           base + out.offset(tile.batch_index, tile.kv_row + r, tile.head_kv) + column;
       if (wide && column + 8 <= columns) {
-        *reinterpret_cast<uint4*>(destination) =
-            make_uint4(values[0], values[1], values[2], values[3]);
+        *reinterpret_cast<uint4*>(destination) = loaded;
       } else {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -145,7 +143,6 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     }
   }
   const float scale_log2 = p.scale_log2;
-  const float hidden = C.softcap ? -INFINITY : copysignf(INFINITY, -scale_log2);
 
   const auto token_wait = [&] {
     if constexpr (C.ping_pong) {
@@ -181,12 +178,19 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
 
   Ring<C.q_stages> ring;
   Ring<C.do_stages> own_do_ring;  // unused if it would go with ring
-  Ring<C.ds_stages> ds_ring{0, 1};
+  Ring<C.ds_stages> ds_ring;
   constexpr bool kOneRing = C.do_stages == C.q_stages;
   float s[32];
   float2 rows[8];
   std::uint32_t rp[16];
-  std::uint32_t rds[16];
+  std::uint32_t own_rds[16];  // unused if in place
+  std::uint32_t(&rds)[16] = [&]() -> std::uint32_t(&)[16] {
+    if constexpr (C.in_place) {
+      return rp;
+    } else {
+      return own_rds;
+    }
+  }();
   if (consumer == 1) {
     token_pass();
   }
@@ -200,60 +204,72 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   ptx::wgmma_wait<0>();
   ptx::pin(s);
 
-  // In registers: loads from shared memory wait long behind the operands of wgmma.
-  const int m_begin = tile.m_begin;
-  const int m_last = tile.m_end - 1;
-  int full_begin[kBlocks];
-  int full_count[kBlocks];
+  // What the steady loop needs of the tile, in registers: loads from shared memory wait long behind
+  // the operands of wgmma. `left` counts the query blocks of a head down; those from full_begin on,
+  // full_count of them, need no mask.
+  int full_begin = 0;
+  int full_end = tile.m_end;
 #pragma unroll
   for (int x = 0; x < kBlocks; ++x) {
-    full_begin[x] = tile.full_begin[2 * x + consumer];
-    full_count[x] = max(tile.full_end[2 * x + consumer] - full_begin[x], 0);
+    full_begin = max(full_begin, tile.full_begin[2 * x + consumer]);
+    full_end = min(full_end, tile.full_end[2 * x + consumer]);
   }
-  int m = m_last;
+  const int full_count = max(full_end - full_begin, 0);
+  full_begin -= tile.m_begin;
+  int left = tile.m_end - 1 - tile.m_begin;
   int remaining = tile.num_steps;
   const auto block = [&]<int x>() {
-    const int index = 2 * x + consumer;
-    // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
+  // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
-    for (int r = static_cast<unsigned>(m - full_begin[x]) >= static_cast<unsigned>(full_count[x]);
+    for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
          r > 0; --r) {
-      mask_s(s, tile, 64 * index + warp * 16 + lane / 4, m * kBlockM + lane % 4 * 2, hidden);
+      mask_s(s, tile, 128 * x + 64 * consumer + warp * 16 + lane / 4,
+             (left + tile.m_begin) * kBlockM + lane % 4 * 2,
+             C.softcap ? -INFINITY : copysignf(INFINITY, -p.scale_log2));
     }
     // (2)
+    std::uint32_t factor[4];  // of (4), with softcap
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float s0 = s[4 * j + 2 * half];
-        const float s1 = s[4 * j + 2 * half + 1];
-        if constexpr (C.softcap) {
-          // tanh(a) = 1 - 2 / (1 + exp(2 a)); the factor of (4) waits in rds.
-          constexpr float kTwoLog2E = 2.8853900817779268F;
-          const float a = p.scale_softcap * kTwoLog2E;
-          const float t0 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s0 * a));
-          const float t1 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s1 * a));
-          const float p0 = ptx::exp2_approx(fmaf(t0, scale_log2, rows[j].x));
-          const float p1 = ptx::exp2_approx(fmaf(t1, scale_log2, rows[j].y));
-          rp[2 * j + half] = ptx::pack<T>(s0 == hidden ? 0.0F : p0, s1 == hidden ? 0.0F : p1);
-          rds[2 * j + half] = ptx::pack<T>(1.0F - t0 * t0, 1.0F - t1 * t1);
-        } else {
-          rp[2 * j + half] = ptx::pack<T>(ptx::exp2_approx(fmaf(s0, scale_log2, rows[j].x)),
-                                          ptx::exp2_approx(fmaf(s1, scale_log2, rows[j].y)));
+    for (int i = 0; i < 16; ++i) {
+      const float2 row = rows[i / 2];
+      float s0 = s[2 * i];
+      float s1 = s[2 * i + 1];
+      if constexpr (C.softcap) {
+        // tanh(a) = 1 - 2 / (1 + exp(2 a)). A masked logit is told by its value, since it would be
+        // capped.
+        constexpr float kTwoLog2E = 2.8853900817779268F;
+        const float a = p.scale_softcap * kTwoLog2E;
+        const float t0 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s0 * a));
+        const float t1 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s1 * a));
+        s0 = s0 == -INFINITY ? s0 : t0;
+        s1 = s1 == -INFINITY ? s1 : t1;
+        factor[i % 4] = ptx::pack<T>(1.0F - t0 * t0, 1.0F - t1 * t1);
+        if (i % 4 == 3) {
+          ptx::store_shared(shared.factor(consumer, thread, i / 4), factor[0], factor[1], factor[2],
+                            factor[3]);
         }
-        // Rounding may lift huge logits above their lse.
-        rp[2 * j + half] = ptx::min_packed<T>(rp[2 * j + half], kOnes);
       }
+      rp[i] = ptx::pack<T>(ptx::exp2_approx(fmaf(s0, scale_log2, row.x)),
+                           ptx::exp2_approx(fmaf(s1, scale_log2, row.y)));
+      // Rounding may lift huge logits above their lse.
+      rp[i] = ptx::min_packed<T>(rp[i], kOnes);
     }
     ptx::pin(rp);
 
     // (3), (5)
-    const int do_stage = kOneRing ? ring.stage : own_do_ring.stage;
-    float dp[32];
+    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
+    float own_dp[32];  // unused if in place
+    float(&dp)[32] = [&]() -> float(&)[32] {
+      if constexpr (C.in_place) {
+        return s;
+      } else {
+        return own_dp;
+      }
+    }();
     if constexpr (x == 0) {
-      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity : own_do_ring.parity);
+      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
     }
-    const std::uint64_t stage = static_cast<std::uint64_t>(ring.stage) * kStage;
+    const std::uint64_t stage = static_cast<std::uint64_t>(ring.stage()) * kStage;
     const std::uint64_t do_offset = static_cast<std::uint64_t>(do_stage) * kStage;
     token_wait();
     ptx::wgmma_fence();
@@ -268,42 +284,62 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     if constexpr (kDeltaAhead) {
       load_row_statistic(rows, delta);
     }
-    ptx::wgmma_wait<1>();
-    ptx::pin(dp);
+    const auto dv_done = [&] {
+      ptx::pin(rp);
+      ptx::pin(dv[x]);
+      if constexpr (x == kBlocks - 1) {
+        release(shared.do_empty(do_stage));
+      }
+    };
+    if constexpr (C.in_place) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
+      dv_done();
+    } else {
+      ptx::wgmma_wait<1>();
+      ptx::pin(dp);
+    }
 
     // (4)
+    uint4 factors;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int i = 0; i < 16; ++i) {
       if constexpr (!kDeltaAhead) {
-        rows[j] = ptx::load_shared_float2(delta + j * 32);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 p01 = ptx::unpack<T>(rp[2 * j + half]);
-        float ds0 = p01.x * (dp[4 * j + 2 * half] + rows[j].x);
-        float ds1 = p01.y * (dp[4 * j + 2 * half + 1] + rows[j].y);
-        if constexpr (C.softcap) {
-          const float2 factor = ptx::unpack<T>(rds[2 * j + half]);
-          ds0 *= factor.x;
-          ds1 *= factor.y;
+        if (i % 2 == 0) {
+          rows[i / 2] = ptx::load_shared_float2(delta + i / 2 * 32);
         }
-        rds[2 * j + half] = ptx::pack<T>(ds0, ds1);
       }
+      const float2 row = rows[i / 2];
+      const float2 p01 = ptx::unpack<T>(rp[i]);
+      float ds0 = p01.x * (dp[2 * i] + row.x);
+      float ds1 = p01.y * (dp[2 * i + 1] + row.y);
+      if constexpr (C.softcap) {
+        if (i % 4 == 0) {
+          factors = ptx::load_shared_uint4(shared.factor(consumer, thread, i / 4));
+        }
+        const float2 f = ptx::unpack<T>(i % 4 == 0   ? factors.x
+                                        : i % 4 == 1 ? factors.y
+                                        : i % 4 == 2 ? factors.z
+                                                     : factors.w);
+        ds0 *= f.x;
+        ds1 *= f.y;
+      }
+      rds[i] = ptx::pack<T>(ds0, ds1);
     }
     Ring<C.q_stages> next = ring;
     if constexpr (x == kBlocks - 1) {
       next.advance();
     }
-    ptx::mbarrier_wait(shared.ds_empty(ds_ring.stage), ds_ring.parity);
+    ptx::mbarrier_wait(shared.ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
     const std::uint32_t ds_address =
-        ds_row + static_cast<std::uint32_t>(ds_ring.stage * C.ds_bytes());
+        ds_row + static_cast<std::uint32_t>(ds_ring.stage() * C.ds_bytes());
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
                         rds[4 * k + 2], rds[4 * k + 3]);
     }
     if constexpr (x == kBlocks - 1) {
-      ptx::mbarrier_wait(shared.q_full(next.stage), next.parity);
+      ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
     }
 
     // (6), and (1) of the next block; after the last step on a stale stage, unused.
@@ -313,26 +349,24 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     ptx::wgmma_commit();
     ptx::fence_proxy_async();
     __syncwarp();
-    arrive(shared.ds_full(ds_ring.stage));
+    arrive(shared.ds_full(ds_ring.stage()));
     ds_ring.advance();
-    ptx::wgmma_wait<1>();
-    ptx::pin(rp);
-    ptx::pin(dv[x]);
-    if constexpr (x == kBlocks - 1) {
-      release(shared.do_empty(do_stage));
+    if constexpr (!C.in_place) {
+      ptx::wgmma_wait<1>();
+      dv_done();
     }
     ptx::wgmma_fence();
     tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(
         s, desc_k + (x + 1) % kBlocks * kBlock,
-        desc_q + static_cast<std::uint64_t>(next.stage) * kStage);
+        desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
     ptx::wgmma_commit();
     token_pass();
-    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage) * (kBlockM * 4));
+    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
     ptx::wgmma_wait<1>();
     ptx::pin(rds);
     ptx::pin(dk[x]);
     if constexpr (x == kBlocks - 1) {
-      release(shared.q_empty(ring.stage));
+      release(shared.q_empty(ring.stage()));
     }
     ptx::wgmma_wait<0>();
     ptx::pin(s);
@@ -347,8 +381,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     if constexpr (kBlocks == 2) {
       block.template operator()<1>();
     }
-    if (--m < m_begin) {
-      m = m_last;
+    if (--left < 0) {
+      left = tile.m_end - 1 - tile.m_begin;
     }
   } while (--remaining > 0);
   if (consumer == 0) {

@@ -52,12 +52,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
              static_cast<std::int64_t>(walk.slot(p.rows, tile)) * (kBlockM * C.head_dim) +
              tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
     };
-    const auto load_ahead = [&] {
-      if (loads && step + kAhead <= tile.num_steps) {
-        loader.load_step(step + kAhead);
-      }
-      __syncwarp();
-    };
+    const bool loads_now = loads && step + kAhead <= tile.num_steps;
     if constexpr (C.cluster == 2) {
       // 64 columns over the 256 keys of the cluster: first this CTA's dS, then the peer's.
       const int stage = step % C.ds_stages;
@@ -65,6 +60,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       const std::uint64_t ds_stage = static_cast<std::uint64_t>(stage * (C.ds_bytes() / 16));
       const auto other = static_cast<std::uint32_t>(rank ^ 1);
       float dq[32];
+      if (loads_now) {
+        loader.load_half_step(step + kAhead, true);
+      }
+      __syncwarp();
       ptx::mbarrier_wait(shared.ds_full(stage), parity);
       if (loads) {
         ptx::mbarrier_wait(shared.peer_ds_empty(stage), parity ^ 1U);
@@ -79,7 +78,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           dq, desc_ds + ds_stage,
           desc_k + static_cast<std::uint64_t>(rank * (KTile::kBoxBytes / 16)));
       ptx::wgmma_commit();
-      load_ahead();
+      if (loads_now) {
+        loader.load_half_step(step + kAhead, false);
+      }
+      __syncwarp();
       if (loads && ptx::elect_one()) {
         ptx::mbarrier_arrive_expect(shared.peer_ds_full(stage), C.ds_bytes());
       }
@@ -127,7 +129,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           }
           ptx::wgmma_commit();
           if (box == 0 && x == 0) {
-            load_ahead();
+            if (loads_now) {
+              loader.load_step(step + kAhead);
+            }
+            __syncwarp();
           }
           ptx::wgmma_wait<0>();
           ptx::pin(dq);

@@ -141,48 +141,58 @@ struct Loader {
         0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
   }
 
-  // Step `step`: a query block of q with lse, and of dout with delta. V comes between the first
-  // two. The step past the last lets the consumers prefetch S once more, from whatever the stage
-  // holds.
-  __device__ void load_step(int step) {
-#pragma unroll 1
-    for (int which = 0; which < 2; ++which) {
-      const bool is_q = which == 0;
-      const int stages = is_q ? C.q_stages : C.do_stages;
-      const int stage = step % stages;
-      const std::uint32_t parity = (static_cast<std::uint32_t>(step / stages) & 1U) ^ 1U;
-      ptx::mbarrier_wait(is_q ? shared.q_empty(stage) : shared.do_empty(stage), parity);
-      if (step == tile.num_steps) {
+  // Half of step `step`: its query block of q with lse, or of dout with delta, in this order. V
+  // comes between the first two. The step past the last lets the consumers prefetch S once more,
+  // from whatever the stage holds.
+  __device__ void load_half_step(int step, bool is_q) {
+    const int stages = is_q ? C.q_stages : C.do_stages;
+    const int stage = step % stages;
+    const std::uint32_t parity = (static_cast<std::uint32_t>(step / stages) & 1U) ^ 1U;
+    if (step == tile.num_steps) {
+      if (is_q) {
+        ptx::mbarrier_wait(shared.q_empty(stage), parity);
         if (ptx::elect_one()) {
           ptx::mbarrier_arrive(shared.q_full(stage));
         }
         __syncwarp();
-        return;
       }
-      if (is_q && (walk.m_last - walk.m) % 32 == 0) {
-        const bool exists = walk.m - lane >= walk.m_begin;
-        unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot() - lane] != 0);
-      }
-      const float* lse = p.rows.neg_lse_log2 + static_cast<std::int64_t>(slot()) * kBlockM;
-      const bool mapped = (p.mapped & (is_q ? kMapQ : kMapDout)) != 0;
-      load<kBlockM, kBoxes, C.cluster == 2>(
-          {is_q ? &maps.q : &maps.dout, mapped, is_q ? p.q : p.dout,
-           static_cast<int>(is_q ? p.head_dim : p.head_dim_v), tile.q_row + walk.m * kBlockM,
-           walk.head, is_q ? shared.q(stage) : shared.dout(stage),
-           is_q ? shared.q_full(stage) : shared.do_full(stage),
-           C.cluster == 1 ? shared.kv_landing()
-           : is_q         ? shared.q_landing()
-                          : shared.do_landing(),
-           C.cluster == 1 ? 0 : 1 + which, (unreadable & 1U) != 0 || !mapped,
-           is_q ? lse : p.rows.neg_delta + static_cast<std::int64_t>(slot()) * kBlockM,
-           is_q ? shared.lse(stage) : shared.delta(stage)},
-          0, [lse](int r) { return lse[r] != -INFINITY; });
-      if (is_q && step == 0) {
-        load_v();
-      }
+      return;
     }
-    walk.advance();
-    unreadable >>= 1;
+    ptx::mbarrier_wait(is_q ? shared.q_empty(stage) : shared.do_empty(stage), parity);
+    if (is_q && (walk.m_last - walk.m) % 32 == 0) {
+      const bool exists = walk.m - lane >= walk.m_begin;
+      unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot() - lane] != 0);
+    }
+    const float* lse = p.rows.neg_lse_log2 + static_cast<std::int64_t>(slot()) * kBlockM;
+    const bool mapped = (p.mapped & (is_q ? kMapQ : kMapDout)) != 0;
+    const bool one_landing = C.cluster == 1;
+    load<kBlockM, kBoxes, C.cluster == 2>(
+        {is_q ? &maps.q : &maps.dout, mapped, is_q ? p.q : p.dout,
+         static_cast<int>(is_q ? p.head_dim : p.head_dim_v), tile.q_row + walk.m * kBlockM,
+         walk.head, is_q ? shared.q(stage) : shared.dout(stage),
+         is_q ? shared.q_full(stage) : shared.do_full(stage),
+         one_landing ? shared.kv_landing()
+         : is_q      ? shared.q_landing()
+                     : shared.do_landing(),
+         one_landing ? 0
+         : is_q      ? 1
+                     : 2,
+         (unreadable & 1U) != 0 || !mapped,
+         is_q ? lse : p.rows.neg_delta + static_cast<std::int64_t>(slot()) * kBlockM,
+         is_q ? shared.lse(stage) : shared.delta(stage)},
+        0, [lse](int r) { return lse[r] != -INFINITY; });
+    if (!is_q) {
+      walk.advance();
+      unreadable >>= 1;
+    } else if (step == 0) {
+      load_v();
+    }
+  }
+  __device__ void load_step(int step) {
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      load_half_step(step, half == 0);
+    }
   }
 };
 

@@ -34,6 +34,10 @@ struct BwdShared {
   __device__ std::uint32_t delta(int stage) const {
     return base + C.delta_offset() + stage * kBlockM * 4;
   }
+  // 16-byte piece k (of 4) of a consumer thread's factors; consecutive threads, consecutive pieces.
+  __device__ std::uint32_t factor(int consumer, int thread, int k) const {
+    return base + C.factor_offset() + ((consumer * 4 + k) * 128 + thread) * 16;
+  }
 
   __device__ std::uint32_t barrier(int i) const { return base + C.barrier_offset() + 8 * i; }
   __device__ std::uint32_t k_full() const { return barrier(0); }
@@ -87,16 +91,20 @@ struct BwdShared {
 
 // A position in a ring of stages and the parity of its current round.
 template <int kStages>
-struct Ring {
-  int stage = 0;
-  std::uint32_t parity = 0;
-
+class Ring {
+ public:
+  __device__ int stage() const { return stage_; }
+  __device__ std::uint32_t parity() const { return parity_; }
   __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
+    if (++stage_ == kStages) {
+      stage_ = 0;
+      parity_ ^= 1;
     }
   }
+
+ private:
+  int stage_ = 0;
+  std::uint32_t parity_ = 0;
 };
 
 // Walks the steps of a tile: query heads of the group, and in each the query blocks downwards.

@@ -23,6 +23,7 @@ struct BwdConfig {
   int do_stages;  // of dO and delta
   int ds_stages;  // of dS on its way to the dq warpgroup, 128 keys each
   bool ping_pong;  // the consumers take turns at issuing products
+  bool in_place;   // dP takes the registers of S, and dS those of P once dV has read them
   bool softcap;
   int consumer_registers;
   int dq_registers;
@@ -49,7 +50,10 @@ struct BwdConfig {
   constexpr int peer_ds_offset() const { return ds_offset() + ds_stages * ds_bytes(); }
   constexpr int lse_offset() const { return peer_ds_offset() + ds_stages * peer_ds_bytes(); }
   constexpr int delta_offset() const { return lse_offset() + q_stages * kBlockM * 4; }
-  constexpr int barrier_offset() const { return delta_offset() + do_stages * kBlockM * 4; }
+  // With softcap: 1 - (s / softcap)^2 of the step, 64 bytes a consumer thread.
+  constexpr int factor_offset() const { return delta_offset() + do_stages * kBlockM * 4; }
+  constexpr int factor_bytes() const { return softcap ? kConsumers * 128 * 64 : 0; }
+  constexpr int barrier_offset() const { return factor_offset() + factor_bytes(); }
   constexpr int num_barriers() const {
     return 6 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
   }

@@ -6,16 +6,10 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/ptx/matrix.cuh"
 #include "cuda/tile/swizzle.hpp"
 
 namespace flashgrad::sm90 {
-
-__device__ __forceinline__ void store_shared(std::uint32_t address, std::uint32_t a,
-                                             std::uint32_t b, std::uint32_t c, std::uint32_t d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d)
-               : "memory");
-}
 
 // Writes `kRows` x `kColumns` elements to the swizzled tile at `destination`: row r of `tensor`
 // from (batch, row + r, head), zero where !keep(r) or past `columns`. 16-bit elements, any strides.
@@ -41,8 +35,8 @@ __device__ __forceinline__ void load_tile(std::uint32_t destination, const Tenso
         source += tensor.dim_stride;
       }
     }
-    store_shared(destination + static_cast<std::uint32_t>(Tile::offset(r, column)), values[0],
-                 values[1], values[2], values[3]);
+    ptx::store_shared(destination + static_cast<std::uint32_t>(Tile::offset(r, column)), values[0],
+                      values[1], values[2], values[3]);
   }
 }
 
@@ -54,7 +48,7 @@ __device__ __forceinline__ void clear_rows(std::uint32_t destination, int lane, 
   for (int i = lane; i < kRows * (kColumns / 8); i += 32) {
     const int r = i / (kColumns / 8);
     if (!keep(r)) {
-      store_shared(
+      ptx::store_shared(
           destination + static_cast<std::uint32_t>(Tile::offset(r, i % (kColumns / 8) * 8)), 0, 0,
           0, 0);
     }
