@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 
 #include "cuda/common/launch.hpp"
 #include "cuda/common/tensor_map.hpp"
@@ -28,7 +29,11 @@ int find_variant(const Problem& p) {
 
 // The products take the maximum of scores before they are scaled, which a scale of 0 or less would
 // turn around.
-bool needs_score_function(const Problem& p) { return p.softcap > 0 || p.scale <= 0; }
+// Nor may a scale vanish in f32: a masked score of -inf times 0 is NaN.
+constexpr double kLog2E = 1.4426950408889634;
+bool needs_score_function(const Problem& p) {
+  return p.softcap > 0 || p.scale * kLog2E < std::numeric_limits<float>::min();
+}
 
 std::int64_t num_query_blocks(const Problem& p, int block_m) {
   return p.packed ? p.seqlen_q / block_m + p.batch : (p.seqlen_q + block_m - 1) / block_m;
@@ -123,18 +128,12 @@ FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& confi
   params.heads_q = static_cast<std::uint32_t>(p.heads_q);
   params.group = static_cast<std::uint32_t>(p.group());
   params.num_m_blocks = static_cast<std::uint32_t>(num_query_blocks(p, config.block_m()));
-  params.num_units = static_cast<std::uint32_t>((p.packed ? 1 : p.batch) * p.heads_q);
-  // No section is smaller than the others: a short last one would leave SMs idle.
-  const auto sections = static_cast<std::uint32_t>(
-      std::max<std::int64_t>(1, params.num_units / units_per_section(p, l2_bytes)));
-  params.section_units = params.num_units / sections;
-  params.wide_sections = params.num_units % sections;
+  params.order = make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, l2_bytes));
   params.last_block_first = p.mask.right < kUnboundedFrom;
   params.out_vectors =
       reinterpret_cast<std::uintptr_t>(args.out.data) % 16 == 0 && p.head_dim_v % 8 == 0 &&
       (args.out.batch_stride | args.out.row_stride | args.out.head_stride) % 8 == 0;
   params.clear_values = p.packed || p.has_seqused_kv;
-  constexpr double kLog2E = 1.4426950408889634;
   params.scale_log2 = static_cast<float>(p.scale * kLog2E);
   if (p.softcap > 0) {
     params.scale_softcap = static_cast<float>(p.scale / p.softcap);
@@ -262,7 +261,8 @@ Status launch_forward(const Problem& p, const Args& args) {
                                                    static_cast<cudaStream_t>(args.stream)),
                                    "sm90 forward work list"));
   }
-  const std::int64_t tiles = static_cast<std::int64_t>(params.num_m_blocks) * params.num_units;
+  const std::int64_t tiles =
+      static_cast<std::int64_t>(params.num_m_blocks) * params.order.num_units;
   const std::int64_t num_ctas = std::min<std::int64_t>(tiles, device.num_multiprocessors);
   return p.dtype == DType::kBF16 ? launch_main<__nv_bfloat16>(variant, needs_score_function(p),
                                                               num_ctas, maps, params, args.stream)

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/sm90/fwd_schedule.hpp"
 #include "cuda/sm90/sequences.cuh"
 
 namespace flashgrad::sm90 {
@@ -37,10 +38,7 @@ struct FwdParams {
   std::uint32_t heads_q;
   std::uint32_t group;         // query heads per key head
   std::uint32_t num_m_blocks;  // of a sequence; if packed, the schedule's capacity
-  std::uint32_t num_units;     // batch * heads_q; heads_q if packed
-  std::uint32_t
-      section_units;  // units whose keys share the L2: their tiles run together, longest first
-  std::uint32_t wide_sections;  // the first sections, which have one unit more
+  FwdOrder order;
 
   const FwdScheduleEntry* schedule;    // (num_m_blocks), or null: fixed length
   const std::uint32_t* schedule_size;  // entries in use, or null

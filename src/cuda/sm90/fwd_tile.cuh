@@ -7,33 +7,9 @@
 
 #include "core/mask.hpp"
 #include "cuda/sm90/fwd_params.hpp"
+#include "cuda/sm90/fwd_schedule.hpp"
 
 namespace flashgrad::sm90 {
-
-// Key blocks [begin, end) in three stretches: [begin, full_begin) and [full_end, end) need the
-// mask, [full_begin, full_end) does not.
-struct FwdBlocks {
-  std::int32_t begin, full_begin, full_end, end;
-};
-
-// Of rows [m_begin, m_end).
-template <int kBlockN>
-__device__ __forceinline__ FwdBlocks key_blocks(const Band& band, std::int64_t m_begin,
-                                                std::int64_t m_end) {
-  const Range hull = band.kv_range(m_begin, m_end);
-  const Range full = band.kv_range_full(m_begin, m_end);
-  if (hull.empty()) {
-    return {0, 0, 0, 0};
-  }
-  FwdBlocks blocks{};
-  blocks.begin = static_cast<std::int32_t>(hull.begin) / kBlockN;
-  blocks.end = (static_cast<std::int32_t>(hull.end) + kBlockN - 1) / kBlockN;
-  blocks.full_begin =
-      full.empty() ? blocks.begin : (static_cast<std::int32_t>(full.begin) + kBlockN - 1) / kBlockN;
-  blocks.full_end = full.empty() ? blocks.begin : static_cast<std::int32_t>(full.end) / kBlockN;
-  blocks.full_end = max(blocks.full_end, blocks.full_begin);
-  return blocks;
-}
 
 // What the scheduler tells the others through shared memory.
 struct FwdTile {
@@ -56,25 +32,11 @@ template <int kBlockM, int kBlockN>
 __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work, FwdTile* tile,
                                           int2* row_keys, int lane) {
   const std::uint32_t num_m_blocks = p.schedule != nullptr ? *p.schedule_size : p.num_m_blocks;
-  if (work >= num_m_blocks * p.num_units) {
+  if (work >= num_m_blocks * p.order.num_units) {
     tile->num_rows = -1;
     return false;
   }
-  // Sections of units, so that the keys in use stay in the L2; inside a section the longest tiles
-  // first.
-  std::uint32_t units = p.section_units + 1;
-  std::uint32_t first_unit = 0;
-  std::uint32_t rest = work;
-  const std::uint32_t in_wide_sections = p.wide_sections * units * num_m_blocks;
-  if (work >= in_wide_sections) {
-    first_unit = p.wide_sections * units;
-    units = p.section_units;
-    rest -= in_wide_sections;
-  }
-  const std::uint32_t section = rest / (units * num_m_blocks);
-  rest -= section * units * num_m_blocks;
-  const std::uint32_t rank = rest / units;
-  const std::uint32_t unit = first_unit + section * units + rest % units;
+  const auto [unit, rank] = work_item(p.order, num_m_blocks, work);
   std::uint32_t m_block = p.last_block_first ? num_m_blocks - 1 - rank : rank;
   std::uint32_t span = unit / p.heads_q;
   if (p.schedule != nullptr) {
