@@ -59,8 +59,9 @@ __device__ __forceinline__ void clear_value_rows(std::uint32_t tile, int begin, 
   for (int i = static_cast<int>(threadIdx.x) % 128; i < (end - begin) * 8; i += 128) {
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      store_shared(tile + box * kRows * tile::kBoxRowBytes + begin * tile::kBoxRowBytes + i * 16, 0,
-                   0, 0, 0);
+      ptx::store_shared(
+          tile + box * kRows * tile::kBoxRowBytes + begin * tile::kBoxRowBytes + i * 16, 0, 0, 0,
+          0);
     }
   }
   ptx::fence_proxy_async();
