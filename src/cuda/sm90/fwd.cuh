@@ -4,27 +4,30 @@
 // A CTA takes tiles from a work list until none is left. A tile is 64 query rows of one head per
 // consumer warpgroup; its key blocks stream past from the last to the first:
 //
-//   (1) S = Q K^T                                    wgmma, f32
-//   (2) m' = max(m, rowmax S), P = exp2(c S - c m')  c = scale * log2(e); with a mask only in
-//   blocks at the edge of the band (3) O = exp2(c m - c m') O, l likewise           skipped while
-//   no row's maximum has grown by much (fwd_softmax.cuh) (4) O += P V, l += rowsum P P from
-//   registers, in the input dtype (5) out = O / l, lse = ln(2) (c m + log2 l)      fwd_store.cuh
+//   (1) S = Q K^T
+//   (2) m' = max(m, rowmax S), P = exp2(c S - c m')     with c = scale * log2(e)
+//   (3) O = exp2(c m - c m') O, l likewise
+//   (4) O += P V, l += rowsum P                         with P from registers, in the input dtype
+//   (5) out = O / l, lse = ln(2) (c m + log2 l)         (fwd_store.cuh)
+//
+// Only blocks at the edge of the band are masked. (3) is left out while no row's maximum has grown
+// by much (fwd_softmax.cuh).
 //
 // Product (1) of a block is issued right before product (4) of the block ahead of it, and the
 // consumers' softmaxes run under each other's products: with three consumers by themselves, with
 // two by ping-pong, where one's products are issued only after the other's.
 //
-// | warps                     | role                                                              |
-// | warpgroup 0, warp 0       | producer: loads Q, K, V (fwd_load.cuh)                            |
-// | warpgroup 0, warp 1       | scheduler: takes tiles from the work list and describes them      |
-// | warpgroups 1, 2 (, 3)     | consumers                                                         |
+// | warps                 | role                                                         |
+// | warpgroup 0, warp 0   | producer: loads Q, K, V (fwd_load.cuh)                       |
+// | warpgroup 0, warp 1   | scheduler: takes tiles from the work list and describes them |
+// | warpgroups 1, 2 (, 3) | consumers                                                    |
 //
 // Shared memory and its barriers: fwd_shared.cuh. Named barriers 1 to num_consumers hold the
 // ping-pong's token; as many behind them each join the warps of one consumer.
 //
 // H200, 16k tokens, TFLOP/s cool: three consumers of 80 keys instead of two of 128 at d128, full
-// 16k 686 -> 727 (a K or V that is loaded serves 192 rows instead of 128); sections of heads with
-// none left over, causal 16k 640 -> 700.
+// 16k 686 -> 732, since a K or V that is loaded serves 192 rows instead of 128; sections of heads
+// with none left over and the next tile taken late, together, causal 16k 640 -> 700.
 #pragma once
 
 #include <cstdint>

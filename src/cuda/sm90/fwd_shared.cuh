@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward's shared memory: tiles, barriers and how their uses are counted.
 //
-// | barrier          | arrives                              | waits                | count | |
-// tile_full[2]     | scheduler                            | producer, consumers  | 1 | |
-// tile_empty[2]    | a lane of each of their warps        | scheduler            | 4 * consumers +
-// 1  | | tile_wanted      | producer, when few loads are left    | scheduler            | 1 | |
-// q_full           | producer and the copy engine         | consumers            | 1 | | q_empty |
-// a lane of each consumer warp         | producer             | 4 * consumers      | | k_full,
-// v_full   | producer and the copy engine         | consumers            | 1                  | |
-// k_empty, v_empty | a lane of each consumer warp         | producer             | 4 * consumers |
-// The n-th use of a full barrier completes its phase n. An empty one is waited for with the phase
-// before, so the first wait passes at once.
+// | barrier          | arrives                           | waits               | count         |
+// | tile_full[2]     | scheduler                         | producer, consumers | 1             |
+// | tile_empty[2]    | a lane of each of their warps     | scheduler           | 4 * C + 1     |
+// | tile_wanted      | producer, when few loads are left | scheduler           | 1             |
+// | q_full           | producer and the copy engine      | consumers           | 1             |
+// | q_empty          | a lane of each consumer warp      | producer            | 4 * C         |
+// | k_full, v_full   | producer and the copy engine      | consumers           | 1             |
+// | k_empty, v_empty | a lane of each consumer warp      | producer            | 4 * C         |
+//
+// C is the number of consumers. The n-th use of a full barrier completes its phase n. An empty one
+// is waited for with the phase before, so the first wait passes at once.
 #pragma once
 
 #include <cstdint>
