@@ -35,6 +35,8 @@ __device__ __forceinline__ void wgmma_wait() {
 
 #define FG_D_N64 FG_D0 ", " FG_D1
 #define FG_R_N64(d) FG_R16(d, 0), FG_R16(d, 16)
+#define FG_D_N80 FG_D0 ", " FG_D1 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FG_R_N80(d) FG_R16(d, 0), FG_R16(d, 16), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
 #define FG_D_N96 FG_D0 ", " FG_D1 ", " FG_D2
 #define FG_R_N96(d) FG_R16(d, 0), FG_R16(d, 16), FG_R16(d, 32)
 #define FG_D_N128 FG_D0 ", " FG_D1 ", " FG_D2 ", " FG_D3
@@ -63,11 +65,15 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int kN, class T, bool kAccumulate, int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], std::uint64_t desc_a, std::uint64_t desc_b) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "no wrapper for this N yet");
+  static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "no wrapper for this N yet");
   if constexpr (kN == 64 && kBf16) {
     FG_WGMMA_SS(64, "bf16", "%32", "%33", "%34", "%35", "%36");
   } else if constexpr (kN == 64 && !kBf16) {
     FG_WGMMA_SS(64, "f16", "%32", "%33", "%34", "%35", "%36");
+  } else if constexpr (kN == 80 && kBf16) {
+    FG_WGMMA_SS(80, "bf16", "%40", "%41", "%42", "%43", "%44");
+  } else if constexpr (kN == 80 && !kBf16) {
+    FG_WGMMA_SS(80, "f16", "%40", "%41", "%42", "%43", "%44");
   } else if constexpr (kN == 96 && kBf16) {
     FG_WGMMA_SS(96, "bf16", "%48", "%49", "%50", "%51", "%52");
   } else if constexpr (kN == 96 && !kBf16) {
@@ -91,7 +97,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], std::uint64_t desc_
 template <int kN, class T, bool kAccumulate, int kTransB>
 __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], const std::uint32_t* a, std::uint64_t desc_b) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "no wrapper for this N yet");
+  static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "no wrapper for this N yet");
   if constexpr (kN == 64 && kBf16) {
     FG_WGMMA_RS(64, "bf16", "%32", "%33", "%34", "%35", "%36", "%37", "%38");
   } else if constexpr (kN == 64 && !kBf16) {
@@ -127,6 +133,8 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[kN / 2], const std::uint32_t
 #undef FG_R16
 #undef FG_D_N64
 #undef FG_R_N64
+#undef FG_D_N80
+#undef FG_R_N80
 #undef FG_D_N96
 #undef FG_R_N96
 #undef FG_D_N128

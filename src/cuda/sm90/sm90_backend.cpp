@@ -5,6 +5,7 @@
 
 #include "cuda/common/device.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
+#include "cuda/sm90/fwd_launch.hpp"
 
 namespace flashgrad {
 namespace {
@@ -60,17 +61,19 @@ Status supports(const Problem& p, Pass pass) {
   if (p.seqlen_q >= kMaxRows || p.seqlen_kv >= kMaxRows) {
     return unsupported("2^30 rows or more");
   }
-  if (pass == Pass::kForward) {
-    return unsupported("forward: not implemented");
-  }
-  return sm90::supports_backward(p);
+  return pass == Pass::kForward ? sm90::supports_forward(p) : sm90::supports_backward(p);
 }
 
-WorkspaceSize workspace_size(const Problem& p, Pass /*pass*/) {
-  return sm90::backward_workspace_size(p);
+WorkspaceSize workspace_size(const Problem& p, Pass pass) {
+  return pass == Pass::kForward ? sm90::forward_workspace_size(p)
+                                : sm90::backward_workspace_size(p);
 }
 
-Status forward(const Problem& p, const Args& /*args*/) { return supports(p, Pass::kForward); }
+Status forward(const Problem& p, const Args& args) {
+  const cuda::DeviceGuard guard(p.device_id);
+  FG_RETURN_IF_ERROR(guard.status());
+  return sm90::launch_forward(p, args);
+}
 
 Status backward(const Problem& p, const Args& args) {
   const cuda::DeviceGuard guard(p.device_id);
