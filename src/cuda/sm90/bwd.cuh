@@ -42,21 +42,6 @@
 
 namespace flashgrad::sm90 {
 
-// dk = dv = 0 for keys that no query sees.
-template <class T>
-__device__ __forceinline__ void store_zeros(const Tensor& out, const KeyTile& tile, int columns) {
-  const auto total = static_cast<std::int64_t>(tile.rows_to_write) * columns;
-  for (std::int64_t i = threadIdx.x; i < total; i += blockDim.x) {
-    const std::int64_t at =
-        out.offset(tile.batch_index, tile.kv_row + i / columns, tile.head_kv) + i % columns;
-    if (out.dtype == DType::kF32) {
-      static_cast<float*>(out.data)[at] = 0;
-    } else {
-      static_cast<std::uint16_t*>(out.data)[at] = 0;
-    }
-  }
-}
-
 template <BwdVariant kVariant, class T>
 __global__ __launch_bounds__(BwdConfig::kThreads,
                              1) void bwd_main(const __grid_constant__ BwdMaps maps,
@@ -83,10 +68,10 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   ptx::grid_dependency_wait();
   if (tile.num_steps == 0) {
     if (p.dk) {
-      store_zeros<T>(p.dk, tile, static_cast<int>(p.head_dim));
+      store_zeros(p.dk, tile, static_cast<int>(p.head_dim));
     }
     if (p.dv) {
-      store_zeros<T>(p.dv, tile, static_cast<int>(p.head_dim_v));
+      store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v));
     }
     return;
   }

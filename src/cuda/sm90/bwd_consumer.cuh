@@ -6,100 +6,11 @@
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
+#include "cuda/sm90/bwd_store.cuh"
 #include "cuda/sm90/params.hpp"
 #include "cuda/tile/gemm.cuh"
 
 namespace flashgrad::sm90 {
-
-// Puts `hidden`, for which (2) gives 0, where the band hides an element of S^T. `key` is the
-// tile-relative key of the lane's first row, `query` the query of its first column.
-__device__ __forceinline__ void mask_s(float (&s)[32], const KeyTile& tile, int key, int query,
-                                       float hidden) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int distance = key + 8 * half - query;
-    const int last = key + 8 * half < tile.keys_end ? distance - tile.lo : -1;
-    const int first = distance - tile.hi;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (8 * j + c < first || 8 * j + c > last) {
-          s[4 * j + 2 * half + c] = hidden;
-        }
-      }
-    }
-  }
-}
-
-// Writes 64 rows of a gradient: staged as 16-bit in the consumer's own rows of shared memory, or
-// directly from registers if f32.
-template <BwdConfig C, class T>
-__device__ __forceinline__ void store_gradient(float (&d)[C.head_dim / 2], float factor,
-                                               const Tensor& out, const KeyTile& tile, int key,
-                                               int columns, std::uint32_t staging, int consumer,
-                                               int thread) {
-  using Tile = tile::SwizzledTile<C.block_n()>;
-  const int lane = thread % 32;
-  const int warp = thread / 32;
-  if (out.dtype == DType::kF32) {
-    auto* base = static_cast<float*>(out.data);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = key + warp * 16 + lane / 4 + 8 * half;
-      if (row < tile.rows_to_write) {
-        float* destination = base + out.offset(tile.batch_index, tile.kv_row + row, tile.head_kv);
-#pragma unroll
-        for (int j = 0; j < C.head_dim / 8; ++j) {
-          const int column = 8 * j + lane % 4 * 2;
-          if (column < columns) {
-            destination[column] = d[4 * j + 2 * half] * factor;
-          }
-          if (column + 1 < columns) {
-            destination[column + 1] = d[4 * j + 2 * half + 1] * factor;
-          }
-        }
-      }
-    }
-    return;
-  }
-  const int row = key + warp * 16 + lane % 16;
-#pragma unroll
-  for (int k = 0; k < C.head_dim / 16; ++k) {
-    const auto at = static_cast<std::uint32_t>(Tile::offset(row, 16 * k + lane / 16 * 8));
-    ptx::store_matrix(staging + at, ptx::pack<T>(d[8 * k] * factor, d[8 * k + 1] * factor),
-                      ptx::pack<T>(d[8 * k + 2] * factor, d[8 * k + 3] * factor),
-                      ptx::pack<T>(d[8 * k + 4] * factor, d[8 * k + 5] * factor),
-                      ptx::pack<T>(d[8 * k + 6] * factor, d[8 * k + 7] * factor));
-  }
-  ptx::named_barrier_sync<128>(3 + consumer);
-  const bool wide = reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 &&
-                    out.row_stride % 8 == 0 && out.head_stride % 8 == 0 &&
-                    out.batch_stride % 8 == 0;
-  auto* base = static_cast<std::uint16_t*>(out.data);
-#pragma unroll 4
-  for (int i = thread; i < 64 * (C.head_dim / 8); i += 128) {
-    const int r = key + i / (C.head_dim / 8);
-    const int column = i % (C.head_dim / 8) * 8;
-    if (r < tile.rows_to_write && column < columns) {
-      const uint4 loaded =
-          ptx::load_shared_uint4(staging + static_cast<std::uint32_t>(Tile::offset(r, column)));
-      const std::uint32_t values[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-      std::uint16_t* destination =
-          base + out.offset(tile.batch_index, tile.kv_row + r, tile.head_kv) + column;
-      if (wide && column + 8 <= columns) {
-        *reinterpret_cast<uint4*>(destination) = loaded;
-      } else {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          if (column + c < columns) {
-            destination[c] = static_cast<std::uint16_t>(values[c / 2] >> (c % 2 * 16));
-          }
-        }
-      }
-    }
-  }
-}
 
 template <BwdConfig C, class T>
 __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyTile& tile,
@@ -224,33 +135,27 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
          r > 0; --r) {
       mask_s(s, tile, 128 * x + 64 * consumer + warp * 16 + lane / 4,
-             (left + tile.m_begin) * kBlockM + lane % 4 * 2,
-             C.softcap ? -INFINITY : copysignf(INFINITY, -p.scale_log2));
+             (left + tile.m_begin) * kBlockM + lane % 4 * 2, hidden_logit<C.softcap>(p.scale_log2));
     }
     // (2)
     std::uint32_t factor[4];  // of (4), with softcap
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 row = rows[i / 2];
-      float s0 = s[2 * i];
-      float s1 = s[2 * i + 1];
+      float factor0;
+      float factor1;
+      const float p0 =
+          exponentiate<C.softcap>(s[2 * i], row.x, scale_log2, p.scale_softcap, &factor0);
+      const float p1 =
+          exponentiate<C.softcap>(s[2 * i + 1], row.y, scale_log2, p.scale_softcap, &factor1);
       if constexpr (C.softcap) {
-        // tanh(a) = 1 - 2 / (1 + exp(2 a)). A masked logit is told by its value, since it would be
-        // capped.
-        constexpr float kTwoLog2E = 2.8853900817779268F;
-        const float a = p.scale_softcap * kTwoLog2E;
-        const float t0 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s0 * a));
-        const float t1 = 1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s1 * a));
-        s0 = s0 == -INFINITY ? s0 : t0;
-        s1 = s1 == -INFINITY ? s1 : t1;
-        factor[i % 4] = ptx::pack<T>(1.0F - t0 * t0, 1.0F - t1 * t1);
+        factor[i % 4] = ptx::pack<T>(factor0, factor1);
         if (i % 4 == 3) {
           ptx::store_shared(shared.factor(consumer, thread, i / 4), factor[0], factor[1], factor[2],
                             factor[3]);
         }
       }
-      rp[i] = ptx::pack<T>(ptx::exp2_approx(fmaf(s0, scale_log2, row.x)),
-                           ptx::exp2_approx(fmaf(s1, scale_log2, row.y)));
+      rp[i] = ptx::pack<T>(p0, p1);
       // Rounding may lift huge logits above their lse.
       rp[i] = ptx::min_packed<T>(rp[i], kOnes);
     }
@@ -394,12 +299,12 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   for (int x = 0; x < kBlocks; ++x) {
     const int key = 128 * x + 64 * consumer;
     if (p.dv) {
-      store_gradient<C, T>(dv[x], 1.0F, p.dv, tile, key, static_cast<int>(p.head_dim_v), shared.v(),
-                           consumer, thread);
+      store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
+                                     shared.v(), key, 3 + consumer, thread);
     }
     if (p.dk) {
-      store_gradient<C, T>(dk[x], p.scale, p.dk, tile, key, static_cast<int>(p.head_dim),
-                           shared.k(), consumer, thread);
+      store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
+                                     shared.k(), key, 3 + consumer, thread);
     }
   }
 }

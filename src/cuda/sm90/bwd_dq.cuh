@@ -35,7 +35,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const bool loads = warp == 0;
   // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
   const KeyTile tile = shared_tile;
-  Loader<C> loader(p, maps, tile, shared_tile.landing_parity, shared, rank, lane);
+  Loader<BwdShared<C>> loader(p, maps, tile, shared_tile.landing_parity, shared, rank, lane);
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {

@@ -5,27 +5,25 @@
 
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/bwd_kernels.hpp"
 #include "cuda/sm90/bwd_shared.cuh"
 #include "cuda/sm90/load.cuh"
 #include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
 
-struct BwdMaps {
-  CUtensorMap q, k, v, dout;
-};
-
 // All loads of a CTA, issued by one warp. What it must remember between steps is little, because
 // the dq warpgroup, to which the warp belongs, has few registers.
-template <BwdConfig C>
+// Shared is BwdShared or WideShared: stages, sizes, places and barriers.
+template <class Shared>
 struct Loader {
-  static constexpr int kBoxes = C.head_dim / 64;
+  static constexpr int kBoxes = Shared::kHeadDim / 64;
 
   const BwdParams& p;
   const BwdMaps& maps;
   const KeyTile& tile;
   int (&landing_parity)[3];  // of the landing barriers, in shared memory
-  BwdShared<C> shared;
+  Shared shared;
   int rank;  // of the CTA in its cluster
   int lane;
   StepWalk walk;
@@ -34,8 +32,7 @@ struct Loader {
   std::uint32_t unreadable = 0;
 
   __device__ Loader(const BwdParams& params, const BwdMaps& tensor_maps, const KeyTile& key_tile,
-                    int (&parity_of_landing)[3], BwdShared<C> memory, int cluster_rank,
-                    int lane_index)
+                    int (&parity_of_landing)[3], Shared memory, int cluster_rank, int lane_index)
       : p(params),
         maps(tensor_maps),
         tile(key_tile),
@@ -119,13 +116,13 @@ struct Loader {
   // columns of dq that this CTA makes.
   __device__ void load_k() {
     const bool mapped = (p.mapped & kMapK) != 0;
-    load<C.block_n(), kBoxes, false>(
+    load<Shared::kBlockN, kBoxes, false>(
         {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row, tile.head_kv, shared.k(),
          shared.k_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped, nullptr, 0},
         0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
-    if constexpr (C.cluster == 2) {
-      const int shift = rank == 0 ? C.block_n() : -C.block_n();
-      load<C.block_n(), 1, false>(
+    if constexpr (Shared::kCluster == 2) {
+      const int shift = rank == 0 ? Shared::kBlockN : -Shared::kBlockN;
+      load<Shared::kBlockN, 1, false>(
           {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row + shift, tile.head_kv,
            shared.peer_k(), shared.k_full(), shared.kv_landing(), 0,
            tile.has_dead_keys != 0 || !mapped, nullptr, 0},
@@ -134,7 +131,7 @@ struct Loader {
   }
   __device__ void load_v() {
     const bool mapped = (p.mapped & kMapV) != 0;
-    load<C.block_n(), kBoxes, false>(
+    load<Shared::kBlockN, kBoxes, false>(
         {&maps.v, mapped, p.v, static_cast<int>(p.head_dim_v), tile.kv_row, tile.head_kv,
          shared.v(), shared.v_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped,
          nullptr, 0},
@@ -145,7 +142,7 @@ struct Loader {
   // comes between the first two. The step past the last lets the consumers prefetch S once more,
   // from whatever the stage holds.
   __device__ void load_half_step(int step, bool is_q) {
-    const int stages = is_q ? C.q_stages : C.do_stages;
+    const int stages = is_q ? Shared::kQStages : Shared::kDoStages;
     const int stage = step % stages;
     const std::uint32_t parity = (static_cast<std::uint32_t>(step / stages) & 1U) ^ 1U;
     if (step == tile.num_steps) {
@@ -165,8 +162,8 @@ struct Loader {
     }
     const float* lse = p.rows.neg_lse_log2 + static_cast<std::int64_t>(slot()) * kBlockM;
     const bool mapped = (p.mapped & (is_q ? kMapQ : kMapDout)) != 0;
-    const bool one_landing = C.cluster == 1;
-    load<kBlockM, kBoxes, C.cluster == 2>(
+    const bool one_landing = Shared::kCluster == 1;
+    load<kBlockM, kBoxes, Shared::kCluster == 2>(
         {is_q ? &maps.q : &maps.dout, mapped, is_q ? p.q : p.dout,
          static_cast<int>(is_q ? p.head_dim : p.head_dim_v), tile.q_row + walk.m * kBlockM,
          walk.head, is_q ? shared.q(stage) : shared.dout(stage),

@@ -13,6 +13,12 @@ namespace flashgrad::sm90 {
 // bwd.cuh.
 template <BwdConfig C>
 struct BwdShared {
+  static constexpr int kHeadDim = C.head_dim;
+  static constexpr int kBlockN = C.block_n();
+  static constexpr int kCluster = C.cluster;
+  static constexpr int kQStages = C.q_stages;
+  static constexpr int kDoStages = C.do_stages;
+
   std::uint32_t base;
 
   __device__ std::uint32_t k() const { return base + C.k_offset(); }

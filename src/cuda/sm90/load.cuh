@@ -6,7 +6,10 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/sync.cuh"
 #include "cuda/tile/swizzle.hpp"
 
 namespace flashgrad::sm90 {
@@ -53,6 +56,47 @@ __device__ __forceinline__ void clear_rows(std::uint32_t destination, int lane, 
           0, 0);
     }
   }
+}
+
+// 64 * kNumBoxes columns of rows `row` on of one head into a tile of kRows rows, then one arrival
+// on `full`. With `clear` the loader first waits for the tile at its own barrier `landing` (of
+// parity `parity`, kept in shared memory) and zeroes the rows that keep() refuses; needed where
+// !mapped.
+template <int kRows, int kNumBoxes, class Keep>
+__device__ __forceinline__ void load_operand(const CUtensorMap* map, bool mapped,
+                                             const Tensor& tensor, int batch, int row, int head,
+                                             int columns, std::uint32_t destination,
+                                             std::uint32_t full, std::uint32_t landing, int& parity,
+                                             bool clear, int lane, Keep&& keep) {
+  constexpr std::uint32_t kBoxBytes = kRows * tile::kBoxRowBytes;
+  if (mapped) {
+    const std::uint32_t barrier = clear ? landing : full;
+    if (ptx::elect_one()) {
+      ptx::mbarrier_arrive_expect(barrier, kNumBoxes * kBoxBytes);
+#pragma unroll
+      for (int box = 0; box < kNumBoxes; ++box) {
+        ptx::tensor_load(destination + box * kBoxBytes, map, barrier, 64 * box, row, head, batch);
+      }
+    }
+    __syncwarp();
+    if (!clear) {
+      return;
+    }
+    ptx::mbarrier_wait(landing, static_cast<std::uint32_t>(parity));
+    __syncwarp();
+    clear_rows<kRows, 64 * kNumBoxes>(destination, lane, keep);
+  } else {
+    load_tile<kRows, 64 * kNumBoxes>(destination, tensor, batch, row, head, 0, columns, lane, keep);
+  }
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (ptx::elect_one()) {
+    if (mapped) {
+      parity ^= 1;
+    }
+    ptx::mbarrier_arrive(full);
+  }
+  __syncwarp();
 }
 
 }  // namespace flashgrad::sm90

@@ -61,6 +61,27 @@ inline constexpr std::uint32_t kMapK = 2;
 inline constexpr std::uint32_t kMapV = 4;
 inline constexpr std::uint32_t kMapDout = 8;
 
+struct BwdQueryParams {
+  Sequences sequences;
+  std::int64_t heads_q;
+  std::int64_t group;
+  std::int64_t head_dim;
+  std::int64_t head_dim_v;
+  std::int64_t num_q_tiles;  // of 128 rows, per unit; a unit is a query head of a batch entry, or
+                             // of the packed batch
+  std::int64_t num_units;
+  std::int64_t section;  // units whose tiles are launched together
+  Tensor q, k, v, dout;  // for what the copy engine can't address
+  std::uint32_t mapped;  // bits kMapQ...
+  Tensor dq;
+  std::int64_t num_blocks;    // as in RowStatistics
+  const float* neg_lse_log2;  // (heads_q, num_blocks, 64)
+  const float* neg_delta;     // (heads_q, num_blocks, 64)
+  float scale;                // these as in BwdParams
+  float scale_log2;
+  float scale_softcap;
+};
+
 struct BwdFinishParams {
   Sequences sequences;
   std::int64_t heads_q;
