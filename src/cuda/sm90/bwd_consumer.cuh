@@ -70,8 +70,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::mbarrier_arrive(barrier);
     }
   };
-  // A stage is filled again once the consumers of both CTAs have let go of it.
+  // A stage is filled again once the consumers of both CTAs have let go of it. All lanes have read
+  // it: an arrival speaks for its own lane only.
   const auto release = [&](std::uint32_t barrier) {
+    __syncwarp();
     if constexpr (C.cluster == 2) {
       if (lane < 2) {
         ptx::mbarrier_arrive_cluster(barrier, static_cast<std::uint32_t>(lane));
@@ -192,9 +194,6 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     const auto dv_done = [&] {
       ptx::pin(rp);
       ptx::pin(dv[x]);
-      if constexpr (x == kBlocks - 1) {
-        release(shared.do_empty(do_stage));
-      }
     };
     if constexpr (C.in_place) {
       ptx::wgmma_wait<0>();
@@ -259,6 +258,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     if constexpr (!C.in_place) {
       ptx::wgmma_wait<1>();
       dv_done();
+    }
+    if constexpr (x == kBlocks - 1) {
+      release(shared.do_empty(do_stage));
     }
     ptx::wgmma_fence();
     tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(
