@@ -110,8 +110,9 @@ class Backward {
     taken.waves = arena.take<Wave>(2);
     taken.jobs = arena.take<Job<Isa>>(2 * kMaxWaveJobs);
     const std::size_t alone = alone_bytes();
+    const std::int64_t block_kv = largest_block_kv();
     for (int t = 0; t < num_threads; ++t) {
-      const KeyBlockBuffers<Isa> buffers = take_buffers(arena, plan_);
+      const KeyBlockBuffers<Isa> buffers = take_buffers(arena, plan_, block_kv);
       auto* memory = arena.take<std::byte>(static_cast<std::int64_t>(alone));
       if (fixed != nullptr) {
         taken.threads[t] = {buffers, memory};
@@ -128,6 +129,11 @@ class Backward {
     job.blocks = blocks_of<Isa>(seqlen_q, seqlen_kv);
     take_heads(arena, plan_, job);
     return arena.used_bytes();
+  }
+
+  // Block sizes grow with the length, up to the sequence itself where that is shorter.
+  [[nodiscard]] std::int64_t largest_block_kv() const {
+    return p_.max_seqlen_kv > 0 ? blocks_of<Isa>(1, p_.max_seqlen_kv).block_kv : 0;
   }
 
   // How many jobs of the largest kind a wave wants.

@@ -369,7 +369,8 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
   }
 }
 
-// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one sequence.
+// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one
+// sequence.
 template <class F, class R = typename F::Real>
 double backward_sink(const F& f, const Head& head) {
   const double sink = head.sink();
