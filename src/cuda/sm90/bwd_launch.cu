@@ -50,7 +50,7 @@ int find_variant(const Problem& p) {
 // Which kernels run.
 struct Plan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
-  bool separate_dq = false;  // by bwd_query: deterministic, or a wide head
+  bool separate_dq = false;  // by bwd_query: deterministic, a wide head, or nothing but dq
   int padded_head_dim = 0;
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
@@ -59,7 +59,8 @@ struct Plan {
 Plan make_plan(const Problem& p) {
   Plan plan;
   plan.variant = find_variant(p);
-  plan.separate_dq = p.wants_dq && (plan.variant < 0 || p.deterministic);
+  plan.separate_dq =
+      p.wants_dq && (plan.variant < 0 || p.deterministic || !(p.wants_dk || p.wants_dv));
   const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
   plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
                          : width <= 64                          ? 64
