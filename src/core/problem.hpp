@@ -74,10 +74,10 @@ struct Tensor {
   std::int64_t head_stride = 0;
   std::int64_t dim_stride = 1;
 
-  [[nodiscard]] std::int64_t offset(std::int64_t b, std::int64_t i, std::int64_t h) const {
+  [[nodiscard]] FG_HOST_DEVICE constexpr std::int64_t offset(std::int64_t b, std::int64_t i, std::int64_t h) const {
     return b * batch_stride + i * row_stride + h * head_stride;
   }
-  explicit operator bool() const { return data != nullptr; }
+  FG_HOST_DEVICE constexpr explicit operator bool() const { return data != nullptr; }
 };
 
 // Where everything is. lse and dlse are Tensors too: (b, i, h), no dim. 1-d tensors are compact.
