@@ -19,7 +19,10 @@ int device_count(std::string* reason) {
     static_cast<void>(cudaGetLastError());  // so that a caller's next check does not see it
     count = 0;
     if (reason != nullptr) {
-      *reason = cudaGetErrorString(error);
+      // Without a driver the runtime complains of one that is too old.
+      int driver_version = 0;
+      static_cast<void>(cudaDriverGetVersion(&driver_version));
+      *reason = driver_version == 0 ? "no CUDA driver" : cudaGetErrorString(error);
     }
   } else if (count == 0 && reason != nullptr) {
     *reason = "no CUDA device";
