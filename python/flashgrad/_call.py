@@ -110,7 +110,7 @@ class Call:
         if how == "numpy":
             self.add_numpy(slot, tensor, output)
         elif how == "torch":
-            self.add_capsule(slot, sys.modules["torch"]._C._to_dlpack(tensor), output)
+            self.add_torch(slot, sys.modules["torch"]._C._to_dlpack(tensor))
         else:
             self.add_capsule(slot, _capsule(TENSOR_NAMES[slot], tensor), output)
 
@@ -143,7 +143,12 @@ class Call:
         self.pointers[slot] = address
         self._keep.append(array)
 
-    def add_capsule(self, slot: int, capsule: Any, output: bool = False) -> None:
+    def add_torch(self, slot: int, capsule: Any) -> None:
+        """Takes what torch._C._to_dlpack gave: always the older kind of capsule."""
+        self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
+        self._keep.append(capsule)
+
+    def add_capsule(self, slot: int, capsule: Any, output: bool) -> None:
         """Takes the DLTensor inside a capsule, which frees it with itself after the call."""
         name = _capsule_name(capsule)
         if name == b"dltensor":

@@ -47,16 +47,15 @@ _library.define(
 )
 _forward_op = torch.ops.flashgrad.forward.default
 _backward_op = torch.ops.flashgrad.backward.default
+_to_dlpack = torch._C._to_dlpack
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _empty_results(
-    q: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse; a q or v of a rank that has none gets a shape that the library refuses."""
+def _empty_results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; a q of a rank that has none gets shapes that the library refuses."""
     shape = q.shape
     lse_shape = (*shape[:-3], shape[-2], shape[-3]) if len(shape) >= 3 else shape
     return (
@@ -65,26 +64,9 @@ def _empty_results(
     )
 
 
-def _empty_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    needs: tuple[bool, bool, bool, bool],
-) -> tuple[torch.Tensor, ...]:
-    gradients = [
-        x.new_empty(x.shape if need else (0,)) for x, need in zip((q, k, v), needs)
-    ]
-    if needs[3] and sinks is not None:
-        gradients.append(sinks.new_empty(sinks.shape))
-    else:
-        gradients.append(q.new_empty((0,), dtype=_lse_dtype(q)))
-    return tuple(gradients)
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x with a last stride of 1, copied if need be."""
-    return x if x.ndim == 0 or x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+    return x if x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _gradient_rows(x: torch.Tensor) -> torch.Tensor:
@@ -92,66 +74,86 @@ def _gradient_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 0 or x.stride(-1) == 0 else _rows(x)
 
 
-def _run(
-    which: int,
-    q: torch.Tensor,
-    tensors: list[tuple[int, torch.Tensor]],
-    outputs: list[tuple[int, torch.Tensor]],
-    options: tuple[Any, ...],
-) -> None:
-    """One call of the C library on q's device and its current stream."""
-    to_dlpack = torch._C._to_dlpack
-    call = Call()
-    for slot, tensor in tensors:
-        call.add_capsule(slot, to_dlpack(tensor))
-    for slot, tensor in outputs:
-        call.add_capsule(slot, to_dlpack(tensor), True)
+def _run(which: int, call: Call, q: torch.Tensor, options: tuple[Any, ...]) -> None:
+    """Adds the options to a call and runs it on q's device and its current stream."""
     for slot, tensor in zip(_LENGTH_SLOTS, options):
         if tensor is not None:
-            call.add_capsule(slot, to_dlpack(_rows(tensor)))
-    max_q, max_kv, left, right, top_left, scale, softcap, deterministic = options[6:]
+            call.add_torch(slot, _to_dlpack(_rows(tensor)))
+    max_seqlen_q, max_seqlen_kv, left, right, top_left, scale, softcap, deterministic = options[6:]
 
     def workspace(num_bytes: int) -> tuple[Any, int]:
         memory = q.new_empty((num_bytes,), dtype=torch.uint8)
         return memory, memory.data_ptr()
 
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     call.run(
         which,
         UNBOUNDED if left is None else left,
         UNBOUNDED if right is None else right,
-        int(top_left),
+        top_left,
         math.nan if scale is None else scale,
         softcap,
         deterministic,
         0,
-        max_q,
-        max_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
         None,
         workspace,
-        stream,
+        torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0,
     )
 
 
 def _forward_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
     out, lse = _empty_results(q, v)
-    tensors = [(slot, _rows(x)) for slot, x in enumerate((q, k, v))]
-    _run(FORWARD, q, tensors, [(3, out), (4, lse)], options)
+    call = Call()
+    call.add_torch(0, _to_dlpack(_rows(q)))
+    call.add_torch(1, _to_dlpack(_rows(k)))
+    call.add_torch(2, _to_dlpack(_rows(v)))
+    call.add_torch(3, _to_dlpack(out))
+    call.add_torch(4, _to_dlpack(lse))
+    _run(FORWARD, call, q, options)
     return out, lse
 
 
-def _backward_kernel(dout: Any, dlse: Any, *arguments: Any) -> Any:
-    q, k, v, out, lse = arguments[:5]
-    options, needs = arguments[5 : 5 + _NUM_OPTIONS], arguments[5 + _NUM_OPTIONS :]
-    gradients = _empty_gradients(q, k, v, options[0], needs)
-    tensors = [(slot, _rows(x)) for slot, x in enumerate((q, k, v, out, lse))]
+def _gradients(
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: tuple[Any, ...],
+    needs: tuple[bool, ...],
+) -> list[torch.Tensor | None]:
+    """dq, dk, dv and dsinks, None where it is not needed."""
+    call = Call()
+    for slot, tensor in enumerate((q, k, v, out, lse)):
+        call.add_torch(slot, _to_dlpack(_rows(tensor)))
     if dout is not None:
-        tensors.append((5, _gradient_rows(dout)))
+        call.add_torch(5, _to_dlpack(_gradient_rows(dout)))
     if dlse is not None:
-        tensors.append((6, _gradient_rows(dlse)))
-    outputs = [(7 + i, gradient) for i, gradient in enumerate(gradients) if needs[i]]
-    _run(BACKWARD, q, tensors, outputs, options)
+        call.add_torch(6, _to_dlpack(_gradient_rows(dlse)))
+    gradients: list[torch.Tensor | None] = []
+    for slot, (x, need) in enumerate(zip((q, k, v, options[0]), needs), 7):
+        if need:
+            gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+            call.add_torch(slot, _to_dlpack(gradient))
+            gradients.append(gradient)
+        else:
+            gradients.append(None)
+    _run(BACKWARD, call, q, options)
     return gradients
+
+
+def _backward_kernel(*arguments: Any) -> Any:
+    options, needs = arguments[7 : 7 + _NUM_OPTIONS], arguments[7 + _NUM_OPTIONS :]
+    gradients = _gradients(*arguments[:7], options, needs)
+    q = arguments[2]
+    dtypes = (q.dtype, q.dtype, q.dtype, _lse_dtype(q))
+    return tuple(
+        q.new_empty((0,), dtype=dtype) if gradient is None else gradient
+        for gradient, dtype in zip(gradients, dtypes)
+    )
 
 
 def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
@@ -160,34 +162,80 @@ def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: A
 
 def _backward_meta(dout: Any, dlse: Any, *arguments: Any) -> Any:
     q, k, v = arguments[:3]
-    return _empty_gradients(q, k, v, arguments[5], arguments[5 + _NUM_OPTIONS :])
+    sinks, needs = arguments[5], arguments[5 + _NUM_OPTIONS :]
+    dtypes = (q.dtype, q.dtype, q.dtype, _lse_dtype(q))
+    return tuple(
+        x.new_empty(x.shape) if need else q.new_empty((0,), dtype=dtype)
+        for x, need, dtype in zip((q, k, v, sinks), needs, dtypes)
+    )
+
+
+def _keys(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+# The dispatch keys of a thread in no mode, and of plain tensors on the devices of the backends.
+_PLAIN_THREAD = _keys("BackendSelect", "ADInplaceOrView")
+_PLAIN_TENSORS = frozenset(
+    _keys(device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}")
+    for device in ("CPU", "CUDA")
+)
+
+
+def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether autograd is all that the dispatcher would do before the kernel.
+
+    Then it is left out, which halves the overhead of a small call. No mode, transform or tracer is
+    active, autocast is off, and the tensors are neither subclasses nor lazily negated.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_THREAD
+        or torch._C._dispatch_keys(q).raw_repr() not in _PLAIN_TENSORS
+    ):
+        return False
+    for x in others:
+        if x is not None and torch._C._dispatch_keys(x).raw_repr() not in _PLAIN_TENSORS:
+            return False
+    return not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
 
 
 class _Forward(torch.autograd.Function):
-    """out and lse, both differentiable."""
+    """out and lse, both differentiable. ``direct``: the kernel is called without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, *options: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _forward_op(q, k, v, sinks, *options)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *options[:5])
-        ctx.options = options[5:]
+    def forward(
+        ctx: Any, direct: bool, q: Any, k: Any, v: Any, sinks: Any, options: tuple[Any, ...]
+    ) -> Any:
+        if direct:
+            out, lse = _forward_kernel(q, k, v, sinks, *options)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = _forward_op(q, k, v, sinks, *options)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.options = options
+        ctx.direct = direct
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        none = (None,) * (_NUM_OPTIONS - 1)
         if dout is None and dlse is None:
-            return (None, None, None, None, *none)
-        needs = ctx.needs_input_grad[:4]
-        arguments = (dout, dlse, *ctx.saved_tensors, *ctx.options, *needs)
+            return None, None, None, None, None, None
+        needs = ctx.needs_input_grad[1:5]
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        options = (sinks, *ctx.options)
         if torch.is_grad_enabled():  # create_graph: the operator's own rule will refuse
-            gradients = _backward_op(*arguments)
+            gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
+        elif ctx.direct and _is_ordinary(q, k, v, sinks, dout, dlse):
+            return None, *_gradients(dout, dlse, q, k, v, out, lse, options, needs), None
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                gradients = _backward_op(*arguments)
-        return (*(g if need else None for g, need in zip(gradients, needs)), *none)
+                gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
+        return None, *(g if need else None for g, need in zip(gradients, needs)), None
 
 
 class _Backward(torch.autograd.Function):
@@ -206,24 +254,31 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _differentiable(function: Any, operator: Any) -> Any:
-    """The Autograd rule: the function where a graph is recorded, else just what lies below."""
+def _records(tensors: tuple[Any, ...]) -> bool:
+    """Whether autograd records an operation on these arguments."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
+    )
 
-    def rule(*arguments: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in arguments
-        ):
-            return function.apply(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
 
-    return rule
+def _forward_autograd(q: Any, k: Any, v: Any, sinks: Any, *options: Any) -> Any:
+    if _records((q, k, v, sinks)):
+        return _Forward.apply(False, q, k, v, sinks, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(q, k, v, sinks, *options)
+
+
+def _backward_autograd(*arguments: Any) -> Any:
+    if _records(arguments):
+        return _Backward.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*arguments)
 
 
 def _autocast(device_type: str) -> Any:
-    """The Autocast rule of a device type, as that of PyTorch's own attention."""
+    """The Autocast rule of a device type: as PyTorch's own attention, all but float64 is cast."""
     keys = torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutocastCPU if device_type == "cpu" else torch._C.DispatchKey.AutocastCUDA
+        getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
     )
 
     def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
@@ -242,8 +297,8 @@ _library.impl("forward", _forward_kernel, "CompositeExplicitAutograd")
 _library.impl("backward", _backward_kernel, "CompositeExplicitAutograd")
 torch.library.register_fake("flashgrad::forward", _forward_meta, lib=_library)
 torch.library.register_fake("flashgrad::backward", _backward_meta, lib=_library)
-_library.impl("forward", _differentiable(_Forward, _forward_op), "Autograd")
-_library.impl("backward", _differentiable(_Backward, _backward_op), "Autograd")
+_library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("backward", _backward_autograd, "Autograd")
 _library.impl("forward", _autocast("cpu"), "AutocastCPU")
 _library.impl("forward", _autocast("cuda"), "AutocastCUDA")
 
@@ -269,8 +324,13 @@ def attention(
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator flashgrad::forward with defaults: out and lse as ``flashgrad.forward``."""
-    return _forward_op(
-        q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset,
-        max_seqlen_q, max_seqlen_kv, window_left, window_right, top_left, scale, softcap,
+    options = (
+        cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset, max_seqlen_q, max_seqlen_kv,
+        window_left, window_right, top_left, scale, softcap,
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+    if _is_ordinary(q, k, v, sinks):
+        if _records((q, k, v, sinks)):
+            return _Forward.apply(True, q, k, v, sinks, options)
+        return _forward_kernel(q, k, v, sinks, *options)
+    return _forward_op(q, k, v, sinks, *options)
