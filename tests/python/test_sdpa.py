@@ -102,7 +102,7 @@ def other_masks():
 
 @pytest.mark.parametrize("mask", other_masks().values(), ids=other_masks().keys())
 def test_other_boolean_masks_are_refused(mask):
-    with pytest.raises(NotImplementedError, match="attn_mask: a boolean mask of another form"):
+    with pytest.raises(NotImplementedError, match="attention mask: a boolean mask of another form"):
         fgt.scaled_dot_product_attention(*tensors(), mask)
 
 
@@ -114,7 +114,7 @@ def test_refusals():
         fgt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
     with pytest.raises(ValueError, match="attn_mask: given with is_causal"):
         fgt.scaled_dot_product_attention(q, k, v, MASKS["band"], is_causal=True)
-    with pytest.raises(ValueError, match="attn_mask: shape"):
+    with pytest.raises(ValueError, match="attention mask: shape"):
         fgt.scaled_dot_product_attention(q, k, v, MASKS["band"][:, :-1])
     with pytest.raises(ValueError, match="key: 2 heads"):
         fgt.scaled_dot_product_attention(q, *tensors(heads_kv=2)[1:])
