@@ -11,13 +11,14 @@ import ctypes
 import functools
 import struct
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from ._library import CALL, OPTIONS, SIZES, TENSOR_NAMES, TENSORS, library
+from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, library
 
 _MAX_NDIM = 4
-_SIZES_OFFSET = CALL.size
+_TENSORS_AND_OPTIONS = struct.Struct(f"{TENSORS.format}{OPTIONS.size}s")
+_TENSORS_BYTES = _OPTIONS_OFFSET = TENSORS.size
+_SIZES_OFFSET = _OPTIONS_OFFSET + OPTIONS.size
 _RECORDS_OFFSET = _SIZES_OFFSET + SIZES.size
 _SHAPE_OFFSET = 48  # sizeof(DLTensor)
 _STRIDES_OFFSET = _SHAPE_OFFSET + 8 * _MAX_NDIM
@@ -40,6 +41,7 @@ _VERSIONED_TENSOR_OFFSET = 32
 # DLPack's type codes by NumPy's kinds.
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 
+# Where TENSOR_NAMES stand in `Call.pointers`.
 SLOT = {name: index for index, name in enumerate(TENSOR_NAMES)}
 
 capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -80,11 +82,36 @@ def _dlpack_dtype(dtype: Any) -> tuple[int, int]:
     return _CODES[dtype.kind], 8 * dtype.itemsize
 
 
-@functools.lru_cache(maxsize=64)
-def _c_string(text: str) -> tuple[int, ctypes.c_char_p]:
-    """The address of a C string, and what keeps it alive."""
-    string = ctypes.c_char_p(text.encode())
-    return ctypes.cast(string, ctypes.c_void_p).value or 0, string
+_strings: dict[str, ctypes.c_char_p] = {}
+
+
+def _c_string(text: str) -> int:
+    """The address of a C string that is never freed: there are only so many backends' names."""
+    string = _strings.setdefault(text, ctypes.c_char_p(text.encode()))
+    return ctypes.cast(string, ctypes.c_void_p).value or 0
+
+
+@functools.lru_cache(maxsize=256)
+def pack_options(
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    num_threads: int,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    backend: str | None,
+) -> bytes:
+    """fg_options, with a backend's name that stays alive."""
+    try:
+        return OPTIONS.pack(
+            OPTIONS.size, window_left, window_right, top_left, scale, softcap, deterministic,
+            num_threads, max_seqlen_q, max_seqlen_kv, 0 if backend is None else _c_string(backend),
+        )  # fmt: skip
+    except struct.error as error:
+        raise ValueError(f"flashgrad: an option is out of range or no number: {error}") from None
 
 
 class Call:
@@ -94,14 +121,16 @@ class Call:
     ----------
     pointers : list of int
         The address of a DLTensor for each of TENSOR_NAMES, 0 for null.
+    keep : list
+        What the addresses need alive.
     """
 
-    __slots__ = ("_address", "_buffer", "_keep", "pointers")
+    __slots__ = ("_address", "_buffer", "keep", "pointers")
 
     def __init__(self) -> None:
         self._buffer = _Buffer()
         self._address = ctypes.addressof(self._buffer)
-        self._keep: list[Any] = []
+        self.keep: list[Any] = []
         self.pointers = [0] * len(TENSOR_NAMES)
 
     def add(self, slot: int, tensor: Any, output: bool = False) -> None:
@@ -110,14 +139,16 @@ class Call:
         if how == "numpy":
             self.add_numpy(slot, tensor, output)
         elif how == "torch":
-            self.add_torch(slot, sys.modules["torch"]._C._to_dlpack(tensor))
+            capsule = sys.modules["torch"]._C._to_dlpack(tensor)
+            self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
+            self.keep.append(capsule)
         else:
             self.add_capsule(slot, _capsule(TENSOR_NAMES[slot], tensor), output)
 
     def add_numpy(self, slot: int, array: Any, output: bool) -> None:
         """Describes a NumPy array where it lies; NumPy's own export refuses bf16 and read-only."""
-        ndim = array.ndim
-        flags = array.flags
+        shape, flags = array.shape, array.flags
+        ndim = len(shape)
         if ndim > _MAX_NDIM:
             raise ValueError(f"flashgrad: {TENSOR_NAMES[slot]}: {ndim} dimensions, want 1 to 4")
         if output and not flags.writeable:
@@ -126,7 +157,7 @@ class Call:
         offset = _RECORDS_OFFSET + slot * _RECORD_BYTES
         address = self._address + offset
         if flags.c_contiguous:
-            strides, strides_address = array.shape, 0  # null strides: compact
+            strides, strides_address = shape, 0  # null strides: compact
         else:
             width = array.itemsize
             if any(stride % width for stride in array.strides):
@@ -138,15 +169,10 @@ class Call:
             strides_address = address + _STRIDES_OFFSET
         _RECORDS[ndim].pack_into(
             self._buffer, offset, array.ctypes.data, CPU, 0, ndim, code, bits, 1,
-            address + _SHAPE_OFFSET, strides_address, 0, *array.shape, *strides,
+            address + _SHAPE_OFFSET, strides_address, 0, *shape, *strides,
         )  # fmt: skip
         self.pointers[slot] = address
-        self._keep.append(array)
-
-    def add_torch(self, slot: int, capsule: Any) -> None:
-        """Takes what torch._C._to_dlpack gave: always the older kind of capsule."""
-        self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
-        self._keep.append(capsule)
+        self.keep.append(array)
 
     def add_capsule(self, slot: int, capsule: Any, output: bool) -> None:
         """Takes the DLTensor inside a capsule, which frees it with itself after the call."""
@@ -166,54 +192,29 @@ class Call:
                 f"flashgrad: {TENSOR_NAMES[slot]}: __dlpack__ gave a capsule named {name!r}, want "
                 "dltensor or dltensor_versioned that nobody has consumed"
             )
-        self._keep.append(capsule)
+        self.keep.append(capsule)
 
-    def run(
-        self,
-        which: int,
-        window_left: int,
-        window_right: int,
-        alignment: int,
-        scale: float,
-        softcap: float,
-        deterministic: bool,
-        num_threads: int,
-        max_seqlen_q: int,
-        max_seqlen_kv: int,
-        backend: str | None,
-        workspace: Callable[[int], tuple[Any, int]],
-        stream: int,
-    ) -> None:
-        """Calls fg_forward or fg_backward and raises what it refuses.
+    def prepare(self, which: int, options: bytes) -> int:
+        """Writes the structs, with what ``pack_options`` returned; answers the workspace's bytes.
 
-        Parameters
-        ----------
-        which : FORWARD or BACKWARD
-        window_left, ..., backend
-            The fields of fg_options.
-        workspace : callable
-            Takes a number of bytes, returns memory on the tensors' device and its address.
-        stream : int
-            The cudaStream_t, 0 on the CPU.
+        Raises what the library refuses, as ``launch`` does.
         """
+        address = self._address
+        _TENSORS_AND_OPTIONS.pack_into(self._buffer, 0, _TENSORS_BYTES, *self.pointers, options)
         lib = library()
-        buffer, tensors = self._buffer, self._address
-        backend_name = 0 if backend is None else _c_string(backend)[0]
-        try:
-            CALL.pack_into(
-                buffer, 0, TENSORS.size, *self.pointers, OPTIONS.size, window_left, window_right,
-                alignment, scale, softcap, deterministic, num_threads, max_seqlen_q, max_seqlen_kv,
-                backend_name,
-            )  # fmt: skip
-        except struct.error as error:
-            raise ValueError(f"flashgrad: an option is out of range or no number: {error}") from None
-        options, sizes = tensors + TENSORS.size, tensors + _SIZES_OFFSET
-        status = lib.workspace_size(which, tensors, options, sizes, sizes + 8)
+        sizes = address + _SIZES_OFFSET
+        status = lib.workspace_size(which, address, address + _OPTIONS_OFFSET, sizes, sizes + 8)
         if status:
             raise lib.error(status)
-        num_bytes = SIZES.unpack_from(buffer, _SIZES_OFFSET)[1]
-        memory, address = workspace(num_bytes) if num_bytes else (None, 0)
-        status = lib.functions[which](tensors, options, address, num_bytes, stream)
+        return SIZES.unpack_from(self._buffer, _SIZES_OFFSET)[1]
+
+    def launch(self, which: int, workspace: int, num_bytes: int, stream: int) -> None:
+        """Calls fg_forward or fg_backward with a workspace on the tensors' device, by address."""
+        address = self._address
+        lib = library()
+        status = lib.functions[which](
+            address, address + _OPTIONS_OFFSET, workspace, num_bytes, stream
+        )
         if status:
             raise lib.error(status)
 

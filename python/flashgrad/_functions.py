@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
-from ._call import SLOT, Call, kind
+from ._call import SLOT, Call, kind, pack_options
 from ._library import BACKWARD, FORWARD, UNBOUNDED
 
 Alignment = Literal["bottom-right", "top-left"]
@@ -276,27 +276,23 @@ def _run(
     if alignment not in ALIGNMENTS:
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     left, right = band(causal, window)
-    workspace = _numpy_workspace
+    options = pack_options(
+        left, right, ALIGNMENTS[alignment], NAN if scale is None else scale, softcap,
+        deterministic, num_threads, max_seqlen_q, max_seqlen_kv, backend,
+    )  # fmt: skip
+    num_bytes = call.prepare(which, options)
     if how == "torch":
         torch = sys.modules["torch"]
-        if stream is None and q.device.type == "cuda":
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
+        address = workspace.data_ptr()
+        if stream is None and q.is_cuda:
             stream = torch.cuda.current_stream(q.device).cuda_stream
+    else:
+        import numpy
 
-        def workspace(num_bytes: int) -> tuple[Any, int]:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
-            return memory, memory.data_ptr()
-
-    call.run(
-        which, left, right, ALIGNMENTS[alignment], NAN if scale is None else scale, softcap,
-        deterministic, num_threads, max_seqlen_q, max_seqlen_kv, backend, workspace, stream or 0,
-    )  # fmt: skip
-
-
-def _numpy_workspace(num_bytes: int) -> tuple[Any, int]:
-    import numpy
-
-    memory = numpy.empty(num_bytes, numpy.uint8)
-    return memory, memory.ctypes.data
+        workspace = numpy.empty(num_bytes, numpy.uint8)
+        address = workspace.ctypes.data
+    call.launch(which, address, num_bytes, stream or 0)
 
 
 def _empty(how: str, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:

@@ -24,10 +24,9 @@ TENSOR_NAMES = (
     "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset",
 )  # fmt: skip
 
-# fg_tensors (struct_size and the pointers) followed by fg_options.
+# fg_tensors: struct_size and the pointers; and fg_options.
 TENSORS = struct.Struct(f"@N{len(TENSOR_NAMES)}P")
 OPTIONS = struct.Struct("@N q q i d d i i q q P")
-CALL = struct.Struct(f"@N{len(TENSOR_NAMES)}P N q q i d d i i q q P")
 
 # Two size_t: the answer of fg_workspace_size.
 SIZES = struct.Struct("@NN")
@@ -90,7 +89,7 @@ class Library:
         lib.fg_backend_info.argtypes = [ctypes.c_int32, ctypes.POINTER(_BackendInfo)]
         lib.fg_last_error.restype = ctypes.c_char_p
         lib.fg_version.restype = ctypes.c_char_p
-        self.functions = (lib.fg_forward, lib.fg_backward)
+        self.functions = (lib.fg_forward, lib.fg_backward)  # by FORWARD, BACKWARD
         self.workspace_size = lib.fg_workspace_size
         self.backend_count = lib.fg_backend_count
         self.backend_info = lib.fg_backend_info

@@ -147,12 +147,13 @@ def test_frozen_inputs_are_not_computed(frozen, monkeypatch):
     want = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs)
     inputs[frozen].requires_grad_(False)
     computed = []
-    run = flashgrad._call.Call.run
-    monkeypatch.setattr(
-        flashgrad._call.Call,
-        "run",
-        lambda call, *args: (computed.append([p != 0 for p in call.pointers[7:10]]), run(call, *args)),
-    )
+    prepare = flashgrad._call.Call.prepare
+
+    def watch(call, *args):
+        computed.append([pointer != 0 for pointer in call.pointers[7:10]])
+        return prepare(call, *args)
+
+    monkeypatch.setattr(flashgrad._call.Call, "prepare", watch)
     fgt.flash_attn_func(*inputs).sum().backward()
     assert computed[-1] == [i != frozen for i in range(3)]
     assert inputs[frozen].grad is None

@@ -11,12 +11,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from .._call import SLOT, Call
+from .._call import Call, capsule_pointer, pack_options
 from .._library import BACKWARD, FORWARD, UNBOUNDED
 
 _OPTIONS = (
@@ -26,12 +25,7 @@ _OPTIONS = (
     "bool deterministic"
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
-_LENGTH_SLOTS = tuple(
-    SLOT[name]
-    for name in (
-        "sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset",
-    )  # fmt: skip
-)
+_NUM_LENGTHS = 6  # those of the options that are tensors
 
 _library = torch.library.Library("flashgrad", "DEF")
 _library.define(
@@ -48,6 +42,7 @@ _library.define(
 _forward_op = torch.ops.flashgrad.forward.default
 _backward_op = torch.ops.flashgrad.backward.default
 _to_dlpack = torch._C._to_dlpack
+_NAN = float("nan")
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -74,43 +69,34 @@ def _gradient_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 0 or x.stride(-1) == 0 else _rows(x)
 
 
-def _run(which: int, call: Call, q: torch.Tensor, options: tuple[Any, ...]) -> None:
-    """Adds the options to a call and runs it on q's device and its current stream."""
-    for slot, tensor in zip(_LENGTH_SLOTS, options):
-        if tensor is not None:
-            call.add_torch(slot, _to_dlpack(_rows(tensor)))
-    max_seqlen_q, max_seqlen_kv, left, right, top_left, scale, softcap, deterministic = options[6:]
+def _run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ...]) -> None:
+    """Runs a call on q's device and its current stream.
 
-    def workspace(num_bytes: int) -> tuple[Any, int]:
-        memory = q.new_empty((num_bytes,), dtype=torch.uint8)
-        return memory, memory.data_ptr()
-
-    call.run(
-        which,
-        UNBOUNDED if left is None else left,
-        UNBOUNDED if right is None else right,
-        top_left,
-        math.nan if scale is None else scale,
-        softcap,
-        deterministic,
-        0,
-        max_seqlen_q,
-        max_seqlen_kv,
+    ``tensors`` are those before sinks in flashgrad.h, in its order; ``options`` hold the others.
+    """
+    for x in options[:_NUM_LENGTHS]:
+        tensors.append(x if x is None or x.is_contiguous() else _rows(x))
+    call = Call()
+    call.keep = capsules = [None if x is None else _to_dlpack(x) for x in tensors]
+    call.pointers = [0 if c is None else capsule_pointer(c, b"dltensor") for c in capsules]
+    max_seqlen_q, max_seqlen_kv, left, right, top_left, scale, softcap, deterministic = options[
+        _NUM_LENGTHS:
+    ]
+    packed = pack_options(
+        UNBOUNDED if left is None else left, UNBOUNDED if right is None else right, top_left,
+        _NAN if scale is None else scale, softcap, deterministic, 0, max_seqlen_q, max_seqlen_kv,
         None,
-        workspace,
-        torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0,
-    )
+    )  # fmt: skip
+    num_bytes = call.prepare(which, packed)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    call.launch(which, workspace.data_ptr(), num_bytes, stream)
 
 
 def _forward_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
     out, lse = _empty_results(q, v)
-    call = Call()
-    call.add_torch(0, _to_dlpack(_rows(q)))
-    call.add_torch(1, _to_dlpack(_rows(k)))
-    call.add_torch(2, _to_dlpack(_rows(v)))
-    call.add_torch(3, _to_dlpack(out))
-    call.add_torch(4, _to_dlpack(lse))
-    _run(FORWARD, call, q, options)
+    tensors = [x if x.is_contiguous() else _rows(x) for x in (q, k, v)]
+    _run(FORWARD, q, [*tensors, out, lse, None, None, None, None, None, None], options)
     return out, lse
 
 
@@ -126,22 +112,14 @@ def _gradients(
     needs: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
     """dq, dk, dv and dsinks, None where it is not needed."""
-    call = Call()
-    for slot, tensor in enumerate((q, k, v, out, lse)):
-        call.add_torch(slot, _to_dlpack(_rows(tensor)))
-    if dout is not None:
-        call.add_torch(5, _to_dlpack(_gradient_rows(dout)))
-    if dlse is not None:
-        call.add_torch(6, _to_dlpack(_gradient_rows(dlse)))
-    gradients: list[torch.Tensor | None] = []
-    for slot, (x, need) in enumerate(zip((q, k, v, options[0]), needs), 7):
-        if need:
-            gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
-            call.add_torch(slot, _to_dlpack(gradient))
-            gradients.append(gradient)
-        else:
-            gradients.append(None)
-    _run(BACKWARD, call, q, options)
+    gradients = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+        for x, need in zip((q, k, v, options[0]), needs)
+    ]
+    tensors = [x if x.is_contiguous() else _rows(x) for x in (q, k, v, out, lse)]
+    for x in (dout, dlse):
+        tensors.append(x if x is None or x.is_contiguous() else _gradient_rows(x))
+    _run(BACKWARD, q, tensors + gradients, options)
     return gradients
 
 
@@ -230,7 +208,7 @@ class _Forward(torch.autograd.Function):
         options = (sinks, *ctx.options)
         if torch.is_grad_enabled():  # create_graph: the operator's own rule will refuse
             gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
-        elif ctx.direct and _is_ordinary(q, k, v, sinks, dout, dlse):
+        elif ctx.direct and _is_ordinary(dlse if dout is None else dout, dlse):
             return None, *_gradients(dout, dlse, q, k, v, out, lse, options, needs), None
         else:
             with torch._C._AutoDispatchBelowAutograd():
