@@ -49,9 +49,10 @@ std::string names_of_backends() {
   return names;
 }
 
-// The first backend that serves the problem, or the one that was asked for.
+// The first backend that serves the problem, or the one that was asked for. `reasons` gets why
+// those before it were passed over.
 Status select(const Problem& problem, Pass pass, const fg_options* options,
-              const Backend** selected) {
+              const Backend** selected, std::string* reasons = nullptr) {
   const char* wanted = options != nullptr && options->struct_size >=
                                                  offsetof(fg_options, backend) + sizeof(const char*)
                            ? options->backend
@@ -64,31 +65,32 @@ Status select(const Problem& problem, Pass pass, const fg_options* options,
       wanted = nullptr;
     }
   }
-  std::string reasons;
+  std::string refusals;
   bool known = false;
   for (const Backend* backend : backends()) {
     if (wanted != nullptr && std::string(wanted) != backend->name) {
       continue;
     }
     known = true;
-    const Status status = backend->supports(problem, pass);
+    Status status = backend->supports(problem, pass);
     if (status.ok()) {
       *selected = backend;
-      if (verbose()) {
-        std::fprintf(stderr, "flashgrad: %s %s by %s (%s)%s%s\n",
-                     pass == Pass::kForward ? "forward" : "backward", to_string(problem).c_str(),
-                     backend->name, backend->detail(), reasons.empty() ? "" : "; ",
-                     reasons.c_str());
+      if (reasons != nullptr) {
+        *reasons = refusals;
       }
       return {};
     }
-    reasons += (reasons.empty() ? "" : "; ") + std::string(backend->name) + ": " + status.message;
+    // A setting that makes no sense is told, not worked round with a slower backend.
+    if (status.code == FG_INVALID_ARGUMENT) {
+      return status;
+    }
+    refusals += (refusals.empty() ? "" : "; ") + std::string(backend->name) + ": " + status.message;
   }
   if (!known) {
     return invalid(std::string(source) + ": \"" + wanted + "\", want one of " +
                    names_of_backends());
   }
-  return unsupported("no backend serves this call: " + reasons);
+  return unsupported("no backend serves this call: " + refusals);
 }
 
 Status check_pass(fg_pass pass) {
@@ -118,9 +120,15 @@ Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void
   const Scratch scratch{workspace, workspace_bytes};
   FG_RETURN_IF_ERROR(validate(pass, tensors, options, &scratch, &call));
   const Backend* backend = nullptr;
-  FG_RETURN_IF_ERROR(select(call.problem, pass, options, &backend));
+  std::string reasons;
+  FG_RETURN_IF_ERROR(select(call.problem, pass, options, &backend, &reasons));
   if (!has_outputs(call.problem, pass)) {
     return {};
+  }
+  if (verbose()) {
+    std::fprintf(stderr, "flashgrad: %s %s by %s (%s)%s%s\n",
+                 pass == Pass::kForward ? "forward" : "backward", to_string(call.problem).c_str(),
+                 backend->name, backend->detail(), reasons.empty() ? "" : "; ", reasons.c_str());
   }
   const WorkspaceSize size = backend->workspace_size(call.problem, pass);
   if (workspace_bytes < size.minimum || (workspace == nullptr && size.minimum > 0)) {

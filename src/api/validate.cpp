@@ -18,7 +18,6 @@
 namespace flashgrad {
 namespace {
 
-constexpr std::int64_t kMaxHeadDim = 256;
 constexpr int kMaxThreads = 4096;
 // No tensor spans more bytes, and none has more elements: sums and products of two such numbers'
 // parts stay in 64 bits.

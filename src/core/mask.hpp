@@ -97,6 +97,18 @@ struct Band {
     return first <= last ? Range{first, last + 1} : Range{0, 0};
   }
 
+  // The keys that each of those rows of [begin, end) that exist sees.
+  [[nodiscard]] FG_HOST_DEVICE constexpr Range kv_range_full(std::int64_t begin,
+                                                             std::int64_t end) const {
+    end = end < seqlen_q ? end : seqlen_q;
+    if (end <= begin || lo > hi) {
+      return {0, 0};
+    }
+    const std::int64_t first = end - 1 + lo > 0 ? end - 1 + lo : 0;
+    const std::int64_t last = begin + hi < seqlen_kv - 1 ? begin + hi : seqlen_kv - 1;
+    return first <= last ? Range{first, last + 1} : Range{0, 0};
+  }
+
   // The rows that may see at least one of keys [begin, end), likewise.
   [[nodiscard]] FG_HOST_DEVICE constexpr Range q_range(std::int64_t begin, std::int64_t end) const {
     end = end < seqlen_kv ? end : seqlen_kv;
@@ -105,6 +117,17 @@ struct Band {
     }
     const std::int64_t first = begin - hi > 0 ? begin - hi : 0;
     const std::int64_t last = end - 1 - lo < seqlen_q - 1 ? end - 1 - lo : seqlen_q - 1;
+    return first <= last ? Range{first, last + 1} : Range{0, 0};
+  }
+
+  // The rows that see all of keys [n_begin, n_end); empty if one of the keys does not exist.
+  [[nodiscard]] FG_HOST_DEVICE constexpr Range q_range_full(std::int64_t n_begin,
+                                                            std::int64_t n_end) const {
+    if (n_begin < 0 || n_end > seqlen_kv || n_end <= n_begin) {
+      return {0, 0};
+    }
+    const std::int64_t first = n_end - 1 - hi > 0 ? n_end - 1 - hi : 0;
+    const std::int64_t last = n_begin - lo < seqlen_q - 1 ? n_begin - lo : seqlen_q - 1;
     return first <= last ? Range{first, last + 1} : Range{0, 0};
   }
 

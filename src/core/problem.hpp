@@ -14,6 +14,9 @@ namespace flashgrad {
 enum class Pass : std::uint8_t { kForward, kBackward };
 enum class DeviceType : std::uint8_t { kCpu, kCuda };
 
+// Of q and k, and of v: from 1 to this, independent of each other.
+inline constexpr std::int64_t kMaxHeadDim = 256;
+
 struct Problem {
   DType dtype = DType::kF32;     // q, k, v, out, dout
   DType dq_dtype = DType::kF32;  // of the gradients: dtype or f32
@@ -71,10 +74,10 @@ struct Tensor {
   std::int64_t head_stride = 0;
   std::int64_t dim_stride = 1;
 
-  [[nodiscard]] std::int64_t offset(std::int64_t b, std::int64_t i, std::int64_t h) const {
+  [[nodiscard]] FG_HOST_DEVICE constexpr std::int64_t offset(std::int64_t b, std::int64_t i, std::int64_t h) const {
     return b * batch_stride + i * row_stride + h * head_stride;
   }
-  explicit operator bool() const { return data != nullptr; }
+  FG_HOST_DEVICE constexpr explicit operator bool() const { return data != nullptr; }
 };
 
 // Where everything is. lse and dlse are Tensors too: (b, i, h), no dim. 1-d tensors are compact.

@@ -6,8 +6,6 @@
 namespace flashgrad {
 namespace {
 
-constexpr std::int64_t kMaxHeadDim = 256;
-
 const cpu::Kernels& kernels(const Problem& p) {
   const cpu::InstructionSet& set = *cpu::selected_instruction_set();
   return p.dtype == DType::kBF16 ? *set.bf16 : *set.other;
@@ -28,10 +26,6 @@ Status supports(const Problem& p, Pass /*pass*/) {
   }
   if (p.dtype == DType::kF64) {
     return unsupported("q: dtype f64, want f32, bf16 or f16");
-  }
-  if (p.head_dim > kMaxHeadDim || p.head_dim_v > kMaxHeadDim) {
-    return unsupported("q, v: head_dim " + std::to_string(p.head_dim) + ", head_dim_v " +
-                       std::to_string(p.head_dim_v) + ", want at most 256");
   }
   if (!available()) {
     return invalid(cpu::selection_error());

@@ -33,6 +33,8 @@ inline constexpr std::int64_t kAloneRows = 512;
 // Jobs of a wave at most, key-block tasks per thread at least (if memory allows).
 inline constexpr std::int64_t kMaxWaveJobs = 64;
 inline constexpr std::int64_t kTasksPerThread = 4;
+// More than this for the packs of a wave is not asked for, unless a single head needs it.
+inline constexpr std::int64_t kWaveBytes = std::int64_t{256} << 20;
 
 template <class Isa>
 class Backward {
@@ -43,14 +45,23 @@ class Backward {
   static WorkspaceSize workspace_size(const Problem& p) {
     const Args no_data;
     const Backward backward(p, no_data);
-    const std::int64_t wave_jobs = backward.wave_jobs(p.num_threads);
-    const std::size_t job =
-        backward.num_jobs_ > 0 ? backward.job_bytes(p.max_seqlen_q, p.max_seqlen_kv) : 0;
     Arena fixed;
     backward.take_fixed(fixed, p.num_threads, nullptr);
     const std::size_t base = fixed.used_bytes() + Arena::kAlignment;
+    if (backward.num_jobs_ == 0) {
+      return {base, base};
+    }
+    const std::size_t whole = backward.job_bytes(p.max_seqlen_q, p.group());
+    const std::size_t sums = backward.group_sums_bytes();
+    const std::size_t one = sums + backward.job_bytes(p.max_seqlen_q, 1);
+    const std::size_t some = sums + std::size_t{kWaveBytes};
+    const std::size_t minimum = whole < one ? whole : one;
+    if (whole > one && whole > some) {
+      return {base + minimum, base + (one > some ? one : some)};
+    }
+    const std::int64_t wave_jobs = backward.wave_jobs(p.num_threads);
     const std::int64_t waves = backward.num_jobs_ > wave_jobs ? 2 : 1;
-    return {base + job, base + static_cast<std::size_t>(waves * wave_jobs) * job};
+    return {base + minimum, base + static_cast<std::size_t>(waves * wave_jobs) * whole};
   }
 
   void run() {
@@ -110,8 +121,9 @@ class Backward {
     taken.waves = arena.take<Wave>(2);
     taken.jobs = arena.take<Job<Isa>>(2 * kMaxWaveJobs);
     const std::size_t alone = alone_bytes();
+    const std::int64_t block_kv = largest_block_kv();
     for (int t = 0; t < num_threads; ++t) {
-      const KeyBlockBuffers<Isa> buffers = take_buffers(arena, plan_);
+      const KeyBlockBuffers<Isa> buffers = take_buffers(arena, plan_, block_kv);
       auto* memory = arena.take<std::byte>(static_cast<std::int64_t>(alone));
       if (fixed != nullptr) {
         taken.threads[t] = {buffers, memory};
@@ -122,12 +134,32 @@ class Backward {
     }
   }
 
-  [[nodiscard]] std::size_t job_bytes(std::int64_t seqlen_q, std::int64_t seqlen_kv) const {
+  // The packs of `num_heads` heads.
+  [[nodiscard]] std::size_t job_bytes(std::int64_t seqlen_q, std::int64_t num_heads) const {
     Arena arena;
     Job<Isa> job;
-    job.blocks = blocks_of<Isa>(seqlen_q, seqlen_kv);
+    job.group_end = num_heads;
+    job.blocks = blocks_of<Isa>(seqlen_q, 1);
     take_heads(arena, plan_, job);
     return arena.used_bytes();
+  }
+
+  // dk and dv of one kv head in f32, for a group that is computed in parts.
+  void take_group_sums(Arena& arena, float** dk, float** dv) const {
+    const std::int64_t rows = round_up(p_.max_seqlen_kv, kRowMultiple<Isa>);
+    *dk = arena.take<float>(rows * plan_.columns_qk);
+    *dv = arena.take<float>(rows * plan_.columns_v);
+  }
+  [[nodiscard]] std::size_t group_sums_bytes() const {
+    Arena arena;
+    float* unused = nullptr;
+    take_group_sums(arena, &unused, &unused);
+    return arena.used_bytes();
+  }
+
+  // Block sizes grow with the length, up to the sequence itself where that is shorter.
+  [[nodiscard]] std::int64_t largest_block_kv() const {
+    return p_.max_seqlen_kv > 0 ? blocks_of<Isa>(1, p_.max_seqlen_kv).block_kv : 0;
   }
 
   // How many jobs of the largest kind a wave wants.
@@ -136,6 +168,9 @@ class Backward {
     std::int64_t jobs = ceil_div(kTasksPerThread * num_threads, blocks > 0 ? blocks : 1);
     jobs = jobs < num_threads ? num_threads : jobs;
     jobs = jobs > kMaxWaveJobs ? kMaxWaveJobs : jobs;
+    const auto job = static_cast<std::int64_t>(job_bytes(p_.max_seqlen_q, p_.group()));
+    const std::int64_t fit = kWaveBytes / job > 1 ? kWaveBytes / job : 1;
+    jobs = jobs < fit ? jobs : fit;
     return jobs < num_jobs_ ? jobs : num_jobs_;
   }
 
@@ -166,7 +201,7 @@ class Backward {
     if (!varies && !runs_alone(Band{p_.seqlen_q, p_.seqlen_kv, 0, 0})) {
       return 0;
     }
-    return job_bytes(p_.max_seqlen_q < alone_rows() ? p_.max_seqlen_q : alone_rows(), 1);
+    return job_bytes(p_.max_seqlen_q < alone_rows() ? p_.max_seqlen_q : alone_rows(), p_.group());
   }
 
   // Rows that belong to no sequence.
@@ -200,6 +235,7 @@ class Backward {
   void start(std::int64_t index, Job<Isa>& job) const {
     job.batch = index / p_.heads_kv;
     job.kv_head = index % p_.heads_kv;
+    job.group_end = p_.group();
     job.sequence = sequence(p_, args_, job.batch);
     job.blocks = blocks_of<Isa>(job.sequence.band.seqlen_q, job.sequence.band.seqlen_kv);
   }
@@ -254,32 +290,37 @@ class Backward {
   }
 
   [[nodiscard]] std::int64_t num_packs(const Job<Isa>& job) const {
-    return p_.group() * job.blocks.num_q;
+    return (job.group_end - job.group_begin) * job.blocks.num_q;
   }
 
   void pack(const Job<Isa>& job, std::int64_t task, const Thread& thread) const {
     const std::int64_t g = task / job.blocks.num_q;
-    pack_query_block<Isa>(plan_, args_, job, job.heads[g], job.kv_head * p_.group() + g,
-                          task % job.blocks.num_q, thread.buffers.staging);
+    pack_query_block<Isa>(plan_, args_, job, job.heads[g],
+                          job.kv_head * p_.group() + job.group_begin + g, task % job.blocks.num_q,
+                          thread.buffers.staging);
   }
 
   void key_block(const Job<Isa>& job, std::int64_t kv_block, const Thread& thread) {
     KeyBlockTask<Isa>(plan_, args_, job, thread.buffers, kv_block).run();
     if (p_.wants_dsinks && kv_block == 0) {
-      for (std::int64_t g = 0; g < p_.group(); ++g) {
+      for (std::int64_t g = job.group_begin; g < job.group_end; ++g) {
         const std::int64_t head = job.kv_head * p_.group() + g;
         sink_partials_[job.batch * p_.heads_q + head] =
-            sink_gradient(p_, args_, job.sequence, head, job.heads[g].neg_delta);
+            sink_gradient(p_, args_, job.sequence, head, job.heads[g - job.group_begin].neg_delta);
       }
     }
   }
 
-  // Cuts what is left of the workspace into two waves if two of the wanted size fit, else one.
+  // Cuts what is left of the workspace into two waves if two of the wanted size fit, else one; if
+  // that does not hold the largest job, some of it becomes the sums of a group in parts.
   void setup_waves(const Fixed& fixed, Arena& arena) {
+    const std::size_t whole = job_bytes(p_.max_seqlen_q, p_.group());
+    const std::size_t wanted = static_cast<std::size_t>(wave_jobs(p_.num_threads)) * whole;
+    if (num_jobs_ > 0 && args_.workspace_bytes - arena.used_bytes() < whole) {
+      take_group_sums(arena, &group_dk_, &group_dv_);
+    }
     auto* memory = arena.take<std::byte>(0);
     const std::size_t left = args_.workspace_bytes - arena.used_bytes();
-    const std::size_t wanted = static_cast<std::size_t>(wave_jobs(p_.num_threads)) *
-                               job_bytes(p_.max_seqlen_q, p_.max_seqlen_kv);
     num_waves_ = num_jobs_ > 0 && left >= 2 * wanted ? 2 : 1;
     const std::size_t bytes = num_waves_ == 2 ? wanted : left;
     waves_ = fixed.waves;
@@ -303,7 +344,7 @@ class Backward {
         if (number >= num_waves_) {
           spin_until([&] { return wave.left.load(std::memory_order_acquire) == num_threads; });
         }
-        fill(wave, num_threads);
+        fill(wave, number, num_threads);
         wave.ready.store(number, std::memory_order_release);
       } else {
         spin_until([&] { return wave.ready.load(std::memory_order_acquire) == number; });
@@ -329,25 +370,43 @@ class Backward {
     }
   }
 
-  // Takes the next jobs that neither see nothing nor run alone. Waves are filled one after the
-  // other, so next_wave_job_ needs no lock.
-  void fill(Wave& wave, int num_threads) {
+  // Takes the next jobs that neither see nothing nor run alone. A job too large for a wave of its
+  // own comes in parts of its group, one per wave. Waves are filled one after the other, so
+  // next_wave_job_ and next_wave_group_ need no lock.
+  void fill(Wave& wave, std::int64_t number, int num_threads) {
     wave.num_jobs = 0;
     wave.num_packs = 0;
     std::int64_t num_blocks = 0;
     std::size_t used = 0;
-    for (; next_wave_job_ < num_jobs_ && wave.num_jobs < kMaxWaveJobs; ++next_wave_job_) {
+    while (next_wave_job_ < num_jobs_ && wave.num_jobs < kMaxWaveJobs) {
       if (wave.num_jobs >= num_threads && num_blocks >= kTasksPerThread * num_threads) {
         break;
       }
       Job<Isa> job;
       start(next_wave_job_, job);
-      if (sees_nothing(job.sequence.band) || runs_alone(job.sequence.band)) {
+      const Band& band = job.sequence.band;
+      if (sees_nothing(band) || runs_alone(band)) {
+        ++next_wave_job_;
         continue;
       }
-      const std::size_t bytes = job_bytes(job.sequence.band.seqlen_q, job.sequence.band.seqlen_kv);
-      if (used + bytes > wave.bytes) {
+      job.group_begin = next_wave_group_;
+      while (job.group_end - job.group_begin > 1 &&
+             used + job_bytes(band.seqlen_q, job.group_end - job.group_begin) > wave.bytes) {
+        --job.group_end;
+      }
+      const std::size_t bytes = job_bytes(band.seqlen_q, job.group_end - job.group_begin);
+      const bool in_parts = job.group_begin > 0 || job.group_end < p_.group();
+      if (wave.num_jobs > 0 && (in_parts || used + bytes > wave.bytes)) {
         break;
+      }
+      if (in_parts) {
+        // The sums are one kv head's, and the part before must be done.
+        if (number > 0) {
+          const Wave& before = waves_[(number - 1) % num_waves_];
+          spin_until([&] { return before.left.load(std::memory_order_acquire) == num_threads; });
+        }
+        job.dk = group_dk_;
+        job.dv = group_dv_;
       }
       Arena arena(wave.memory + used);
       take_heads(arena, plan_, job);
@@ -355,6 +414,12 @@ class Backward {
       num_blocks += job.blocks.num_kv;
       wave.num_packs += num_packs(job);
       wave.jobs[wave.num_jobs++] = job;
+      if (job.group_end < p_.group()) {
+        next_wave_group_ = job.group_end;
+        break;
+      }
+      next_wave_group_ = 0;
+      ++next_wave_job_;
     }
     wave.packs_done.store(0, std::memory_order_relaxed);
     wave.left.store(0, std::memory_order_relaxed);
@@ -433,6 +498,9 @@ class Backward {
   Wave* waves_ = nullptr;
   std::int64_t num_waves_ = 1;
   std::int64_t next_wave_job_ = 0;
+  std::int64_t next_wave_group_ = 0;
+  float* group_dk_ = nullptr;  // (max_seqlen_kv, columns_qk); null: every job fits whole
+  float* group_dv_ = nullptr;  // (max_seqlen_kv, columns_v)
   alignas(Arena::kAlignment) std::atomic<std::int64_t> next_alone_{0};
 };
 

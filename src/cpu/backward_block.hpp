@@ -41,7 +41,9 @@ class KeyBlockTask {
         k0_(kv_block * job.blocks.block_kv),
         valid_(band_.seqlen_kv - k0_ < job.blocks.block_kv ? band_.seqlen_kv - k0_
                                                            : job.blocks.block_kv),
-        rows_(round_up(valid_, kRowMultiple<Isa>)) {
+        rows_(round_up(valid_, kRowMultiple<Isa>)),
+        dk_(job.dk != nullptr ? job.dk + k0_ * plan.columns_qk : buffers.dk),
+        dv_(job.dv != nullptr ? job.dv + k0_ * plan.columns_v : buffers.dv) {
     const double logit = p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale * kExponentUnit<Isa>;
     scores_ = {static_cast<float>(logit), static_cast<float>(p_.softcap) * kExponentUnit<Isa>};
   }
@@ -57,12 +59,15 @@ class KeyBlockTask {
     const std::int64_t group = p_.group();
     const std::int64_t first_block = queries.begin / job_.blocks.block_q;
     const std::int64_t last_block = (queries.end - 1) / job_.blocks.block_q;
-    bool add = false;
-    for (std::int64_t g = 0; g < group; ++g) {
+    bool add = job_.group_begin > 0;
+    for (std::int64_t g = job_.group_begin; g < job_.group_end; ++g) {
       for (std::int64_t q_block = last_block; q_block >= first_block; --q_block) {
-        query_block(job_.heads[g], job_.kv_head * group + g, q_block, add);
+        query_block(job_.heads[g - job_.group_begin], job_.kv_head * group + g, q_block, add);
         add = true;
       }
+    }
+    if (job_.group_end < group) {
+      return;
     }
     write();
     if (p_.wants_dv && !plan_.needs_dv) {
@@ -79,6 +84,14 @@ class KeyBlockTask {
       bool finite = true;
       if (j < valid_) {
         const std::int64_t row = job_.sequence.kv_begin + k0_ + j;
+        if (j + kPrefetchRows < valid_) {
+          prefetch_row(args_.k,
+                       args_.k.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+                       p_.head_dim);
+          prefetch_row(args_.v,
+                       args_.v.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+                       p_.head_dim_v);
+        }
         finite =
             stage_row<Isa>(args_.k, args_.k.offset(job_.sequence.batch_index, row, job_.kv_head),
                            p_.head_dim, b_.k_rows + j * plan_.units_qk, plan_.units_qk);
@@ -138,21 +151,21 @@ class KeyBlockTask {
     if (plan_.needs_dv) {
       multiply_panels<Isa, false>(rows_, plan_.columns_v, b_.p_rows, kLdP<Isa>,
                                   head.dout_depth + q0 / Isa::kPair * plan_.columns_v,
-                                  rows_q / Isa::kPair, b_.dv, plan_.columns_v, add,
+                                  rows_q / Isa::kPair, dv_, plan_.columns_v, add,
                                   queries_of);  // (5)
       if (not_finite) {
         add_not_finite_queries(args_.dout, head.dout_not_finite, head_index, p_.head_dim_v,
-                               b_.p_rows, b_.dv, plan_.columns_v, q0, rows_q);
+                               b_.p_rows, dv_, plan_.columns_v, q0, rows_q);
       }
     }
     if (p_.wants_dk) {
       multiply_panels<Isa, false>(rows_, plan_.columns_qk, b_.ds_rows, kLdP<Isa>,
                                   head.q_depth + q0 / Isa::kPair * plan_.columns_qk,
-                                  rows_q / Isa::kPair, b_.dk, plan_.columns_qk, add,
+                                  rows_q / Isa::kPair, dk_, plan_.columns_qk, add,
                                   queries_of);  // (6)
       if (not_finite) {
-        add_not_finite_queries(args_.q, head.q_not_finite, head_index, p_.head_dim, b_.ds_rows,
-                               b_.dk, plan_.columns_qk, q0, rows_q);
+        add_not_finite_queries(args_.q, head.q_not_finite, head_index, p_.head_dim, b_.ds_rows, dk_,
+                               plan_.columns_qk, q0, rows_q);
       }
     }
     if (p_.wants_dq) {
@@ -160,7 +173,27 @@ class KeyBlockTask {
     }
   }
 
-  // P^T and dS^T of the key block and one panel of queries.
+  enum class Visibility { kNone, kSome, kAll };
+
+  // What the tile of keys [m, m + kRows) and the panel of queries from `query` on shows; fills
+  // tile.visible if it must be masked.
+  Visibility look(std::int64_t query, std::int64_t m, bool has_void, Tile<Isa>& tile) const {
+    const std::int64_t key = k0_ + m;
+    if (band_.is_empty(query, query + kWidth<Isa>, key, key + Isa::kRows)) {
+      return Visibility::kNone;
+    }
+    if (!has_void && band_.is_full(query, query + kWidth<Isa>, key, key + Isa::kRows)) {
+      return Visibility::kAll;
+    }
+    for (int r = 0; r < Isa::kRows; ++r) {
+      const Range seen_by = band_.q_range(key + r, key + r + 1);
+      tile.visible[r] = {seen_by.begin - query, seen_by.end - query};
+    }
+    return Visibility::kSome;
+  }
+
+  // P^T and dS^T of the key block and one panel of queries. (All tiles of S^T before those of dP^T
+  // was not faster, though both panels together exceed the first cache.)
   void panel_tiles(const HeadPack<Isa>& head, std::int64_t q0, std::int64_t panel) {
     const std::int64_t query = q0 + panel;
     const Unit* q_columns = head.q_columns + query * plan_.units_qk;
@@ -168,50 +201,60 @@ class KeyBlockTask {
         plan_.depth_v() > 0 ? head.dout_columns + query * plan_.units_v : nullptr;
     const bool has_void = head.panel_has_void[query / kWidth<Isa>] != 0;
     alignas(64) float weight_buffer[Isa::kRows * kWidth<Isa>];
+    const bool p_is_weight = Isa::kPair == 1 && !(p_.softcap > 0);
+    const std::ptrdiff_t ld_weight = p_is_weight ? kLdP<Isa> : kWidth<Isa>;
     Tile<Isa> tile;
     tile.neg_lse = head.neg_lse + query;
     tile.neg_delta = head.neg_delta + query;
     for (std::int64_t m = 0; m < rows_; m += Isa::kRows) {
-      Unit* p_rows = b_.p_rows + m * kLdP<Isa> + panel / Isa::kPair;
-      Unit* ds_rows = b_.ds_rows + m * kLdP<Isa> + panel / Isa::kPair;
-      Unit* ds_pairs = Isa::kPair == 2 ? b_.ds_pairs + m / 2 * kLdPairs<Isa> + panel : nullptr;
-      const std::int64_t key = k0_ + m;
-      if (band_.is_empty(query, query + kWidth<Isa>, key, key + Isa::kRows)) {
-        zero_tile<Isa>(p_rows, ds_rows, ds_pairs);
-        continue;
-      }
-      const bool masked =
-          has_void || !band_.is_full(query, query + kWidth<Isa>, key, key + Isa::kRows);
-      if (masked) {
-        for (int r = 0; r < Isa::kRows; ++r) {
-          const Range seen_by = band_.q_range(key + r, key + r + 1);
-          tile.visible[r] = {seen_by.begin - query, seen_by.end - query};
-        }
-      }
+      const std::int64_t at = m * kLdP<Isa> + panel / Isa::kPair;
       float* weight = weight_buffer;
-      std::ptrdiff_t ld_weight = kWidth<Isa>;
-      const Unit* k_rows = b_.k_rows + m * plan_.units_qk;
-      const auto score = [&]<bool kMasked, bool kSoftcap>() {
-        score_tile<Isa, kMasked, kSoftcap>(k_rows, plan_.units_qk, q_columns, plan_.depth_qk(),
-                                           scores_, tile, p_rows, kLdP<Isa>, weight, ld_weight);
-      };
-      if (p_.softcap > 0) {
-        masked ? score.template operator()<true, true>() : score.template operator()<false, true>();
-      } else {
-        if constexpr (Isa::kPair == 1) {
-          weight = p_rows;
-          ld_weight = kLdP<Isa>;
-        }
-        masked ? score.template operator()<true, false>()
-               : score.template operator()<false, false>();
+      if constexpr (Isa::kPair == 1) {
+        weight = p_is_weight ? b_.p_rows + at : weight_buffer;
       }
+      const Visibility visibility = look(query, m, has_void, tile);
+      score(q_columns, visibility, tile, m, b_.p_rows + at, weight, ld_weight);
       if (plan_.needs_ds) {
-        const Unit* v_rows = b_.v_rows + m * plan_.units_v;
-        (masked ? gradient_tile<Isa, true>
-                : gradient_tile<Isa, false>)(v_rows, plan_.units_v, dout_columns, plan_.depth_v(),
-                                             tile, weight, ld_weight, ds_rows, kLdP<Isa>, ds_pairs);
+        gradient(dout_columns, visibility, tile, m, weight, ld_weight, b_.ds_rows + at,
+                 Isa::kPair == 2 ? b_.ds_pairs + m / 2 * kLdPairs<Isa> + panel : nullptr);
       }
     }
+  }
+
+  void score(const Unit* q_columns, Visibility visibility, const Tile<Isa>& tile, std::int64_t m,
+             Unit* p_rows, float* weight, std::ptrdiff_t ld_weight) const {
+    if (visibility == Visibility::kNone) {
+      zero_tile<Isa>(p_rows);
+      return;
+    }
+    const auto run = [&]<bool kMasked, bool kSoftcap>() {
+      score_tile<Isa, kMasked, kSoftcap>(b_.k_rows + m * plan_.units_qk, plan_.units_qk, q_columns,
+                                         plan_.depth_qk(), scores_, tile, p_rows, kLdP<Isa>, weight,
+                                         ld_weight);
+    };
+    const bool masked = visibility == Visibility::kSome;
+    if (p_.softcap > 0) {
+      masked ? run.template operator()<true, true>() : run.template operator()<false, true>();
+    } else {
+      masked ? run.template operator()<true, false>() : run.template operator()<false, false>();
+    }
+  }
+
+  void gradient(const Unit* dout_columns, Visibility visibility, const Tile<Isa>& tile,
+                std::int64_t m, const float* weight, std::ptrdiff_t ld_weight, Unit* ds_rows,
+                Unit* ds_pairs) const {
+    if (visibility == Visibility::kNone) {
+      zero_tile<Isa>(ds_rows);
+      if constexpr (Isa::kPair == 2) {
+        zero_pairs<Isa>(ds_pairs);
+      }
+      return;
+    }
+    (visibility == Visibility::kSome
+         ? gradient_tile<Isa, true>
+         : gradient_tile<Isa, false>)(b_.v_rows + m * plan_.units_v, plan_.units_v, dout_columns,
+                                      plan_.depth_v(), tile, weight, ld_weight, ds_rows, kLdP<Isa>,
+                                      ds_pairs);
   }
 
   // (7), in turn. The first key block that a query block sees stores, the last one writes dq while
@@ -238,6 +281,13 @@ class KeyBlockTask {
     if (kv_block_ == last) {
       const std::int64_t end = q0 + rows_q < band_.seqlen_q ? rows_q : band_.seqlen_q - q0;
       for (std::int64_t i = 0; i < end; ++i) {
+        if (i + kPrefetchRows < end) {
+          prefetch_row<true>(
+              args_.dq,
+              args_.dq.offset(job_.sequence.batch_index,
+                              job_.sequence.q_begin + q0 + i + kPrefetchRows, head_index),
+              p_.head_dim);
+        }
         write_row<Isa>(
             dq + i * plan_.columns_qk, static_cast<float>(p_.scale), args_.dq,
             args_.dq.offset(job_.sequence.batch_index, job_.sequence.q_begin + q0 + i, head_index),
@@ -328,12 +378,26 @@ class KeyBlockTask {
   void write() {
     for (std::int64_t j = 0; j < valid_; ++j) {
       const std::int64_t row = job_.sequence.kv_begin + k0_ + j;
+      if (j + kPrefetchRows < valid_) {
+        if (p_.wants_dk) {
+          prefetch_row<true>(
+              args_.dk,
+              args_.dk.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+              p_.head_dim);
+        }
+        if (p_.wants_dv) {
+          prefetch_row<true>(
+              args_.dv,
+              args_.dv.offset(job_.sequence.batch_index, row + kPrefetchRows, job_.kv_head),
+              p_.head_dim_v);
+        }
+      }
       if (p_.wants_dk) {
-        write_row<Isa>(b_.dk + j * plan_.columns_qk, static_cast<float>(p_.scale), args_.dk,
+        write_row<Isa>(dk_ + j * plan_.columns_qk, static_cast<float>(p_.scale), args_.dk,
                        args_.dk.offset(job_.sequence.batch_index, row, job_.kv_head), p_.head_dim);
       }
       if (plan_.needs_dv) {
-        write_row<Isa>(b_.dv + j * plan_.columns_v, 1.F, args_.dv,
+        write_row<Isa>(dv_ + j * plan_.columns_v, 1.F, args_.dv,
                        args_.dv.offset(job_.sequence.batch_index, row, job_.kv_head),
                        p_.head_dim_v);
       }
@@ -362,6 +426,8 @@ class KeyBlockTask {
   const std::int64_t k0_;     // its first key
   const std::int64_t valid_;  // its keys
   const std::int64_t rows_;   // its keys, padded
+  float* const dk_;           // (rows, columns_qk)
+  float* const dv_;           // (rows, columns_v)
   Scores scores_{};
   bool k_all_finite_ = true;
 };

@@ -75,6 +75,15 @@ template <class Isa>
 
   for (std::int64_t i = q0; i < q0 + rows; i += Isa::kLanes) {
     bool live[Isa::kLanes];
+    for (std::int64_t row = i + Isa::kLanes; row < i + 2 * Isa::kLanes && row < end; ++row) {
+      prefetch_row(args.q, args.q.offset(seq.batch_index, seq.q_begin + row, head), p.head_dim);
+      if (p.has_dout && args.dout.dim_stride == 1) {
+        prefetch_row(args.out, args.out.offset(seq.batch_index, seq.q_begin + row, head),
+                     p.head_dim_v);
+        prefetch_row(args.dout, args.dout.offset(seq.batch_index, seq.q_begin + row, head),
+                     p.head_dim_v);
+      }
+    }
     for (int r = 0; r < Isa::kLanes; ++r) {
       const std::int64_t row = i + r;
       float neg_lse = -std::numeric_limits<float>::infinity();

@@ -23,19 +23,22 @@ struct Blocks {
   std::int64_t num_kv = 0;
 };
 
-// Far larger than the first cache on purpose: contiguous panels stream. Zen 4 and Zen 5: 256 is
-// best or within 2 % for every head_dim; short sequences need more key blocks, or the cores run out
-// of work.
-inline constexpr std::int64_t kBlock = 256;
+// Far larger than the first cache on purpose: contiguous panels stream. Zen 5, one thread, 4096
+// rows of head_dim 128: f32 512 keys x 128 queries 237 GFLOP/s, 256 x 256 228, 512 x 256 232, 256 x
+// 128 227; bf16 450 within 2 % for all of them. Short sequences need more key blocks, or cores run
+// out of work.
+template <class Isa>
+inline constexpr std::int64_t kBlockQ = 128 * Isa::kPair;
+template <class Isa>
+inline constexpr std::int64_t kMaxBlockKv = Isa::kPair == 1 ? 512 : 256;
 
 template <class Isa>
 FG_INLINE Blocks blocks_of(std::int64_t seqlen_q, std::int64_t seqlen_kv) {
-  static_assert(kBlock % kWidth<Isa> == 0 && kBlock % kRowMultiple<Isa> == 0 &&
-                kWidth<Isa> % kRowMultiple<Isa> == 0);
+  static_assert(kBlockQ<Isa> % kWidth<Isa> == 0 && kWidth<Isa> % kRowMultiple<Isa> == 0);
   Blocks blocks;
   blocks.padded_q = round_up(seqlen_q, kWidth<Isa>);
-  blocks.block_q = blocks.padded_q < kBlock ? blocks.padded_q : kBlock;
-  blocks.block_kv = seqlen_kv <= 4 * kBlock ? kBlock / 2 : kBlock;
+  blocks.block_q = blocks.padded_q < kBlockQ<Isa> ? blocks.padded_q : kBlockQ<Isa>;
+  blocks.block_kv = seqlen_kv <= 1024 ? 128 : seqlen_kv < 4096 ? 256 : kMaxBlockKv<Isa>;
   if (seqlen_kv < blocks.block_kv) {
     blocks.block_kv = round_up(seqlen_kv, kRowMultiple<Isa>);
   }
@@ -124,21 +127,27 @@ static HeadPack<Isa> take_head(Arena& arena, const BackwardPlan<Isa>& plan, cons
   return head;
 }
 
-// One (sequence, kv head) with the query heads of its group.
+// One (sequence, kv head) with the query heads of its group, or with some of them where memory is
+// short.
 template <class Isa>
 struct Job {
   Sequence sequence;
   std::int64_t batch = 0;  // index of the sequence
   std::int64_t kv_head = 0;
+  std::int64_t group_begin = 0;  // its heads of the group: [group_begin, group_end)
+  std::int64_t group_end = 0;
   Blocks blocks;
-  HeadPack<Isa>* heads = nullptr;  // (group)
+  HeadPack<Isa>* heads = nullptr;  // (group_end - group_begin)
+  float* dk =
+      nullptr;  // sums of all keys from one part of the group to the next; null: the job is whole
+  float* dv = nullptr;
 };
 
 template <class Isa>
 static void take_heads(Arena& arena, const BackwardPlan<Isa>& plan, Job<Isa>& job) {
-  const std::int64_t group = plan.p.group();
-  job.heads = arena.take<HeadPack<Isa>>(group);
-  for (std::int64_t g = 0; g < group; ++g) {
+  const std::int64_t num_heads = job.group_end - job.group_begin;
+  job.heads = arena.take<HeadPack<Isa>>(num_heads);
+  for (std::int64_t g = 0; g < num_heads; ++g) {
     const HeadPack<Isa> head = take_head(arena, plan, job.blocks);
     if (job.heads != nullptr) {
       job.heads[g] = head;
@@ -162,17 +171,18 @@ struct KeyBlockBuffers {
   std::uint8_t* k_not_finite;  // (block_kv): k_depth has zeros instead of this row
 };
 
-// Row strides of P^T and dS^T: a vector more than the block, since rows that lie powers of two
-// apart would share few sets of the cache.
+// Row strides of P^T, dS^T and dS^T interleaved. (A vector more, so that rows do not share sets of
+// the cache, brought nothing.)
 template <class Isa>
-inline constexpr std::int64_t kLdP = kBlock / Isa::kPair + Isa::kLanes;
+inline constexpr std::int64_t kLdP = kBlockQ<Isa> / Isa::kPair;
 template <class Isa>
-inline constexpr std::int64_t kLdPairs = kBlock + Isa::kLanes;
+inline constexpr std::int64_t kLdPairs = kBlockQ<Isa>;
 
 template <class Isa>
-static KeyBlockBuffers<Isa> take_buffers(Arena& arena, const BackwardPlan<Isa>& plan) {
+static KeyBlockBuffers<Isa> take_buffers(Arena& arena, const BackwardPlan<Isa>& plan,
+                                         std::int64_t block_kv) {
   using Unit = typename Isa::Unit;
-  const std::int64_t rows = kBlock;
+  const std::int64_t rows = block_kv;
   KeyBlockBuffers<Isa> b{};
   b.k_rows = arena.take<Unit>(rows * plan.units_qk);
   b.v_rows = arena.take<Unit>(rows * plan.units_v);

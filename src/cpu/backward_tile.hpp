@@ -151,21 +151,17 @@ template <class Isa, bool kMasked>
   }
 }
 
-// A tile that the mask empties.
+// A tile of P^T or dS^T that the mask empties.
 template <class Isa>
-FG_INLINE void zero_tile(typename Isa::Unit* p_rows, typename Isa::Unit* ds_rows,
-                         typename Isa::Unit* ds_pairs) {
-  using Unit = typename Isa::Unit;
-  constexpr std::size_t kRowBytes =
-      sizeof(Unit) * static_cast<std::size_t>(kWidth<Isa> / Isa::kPair);
+FG_INLINE void zero_tile(typename Isa::Unit* rows) {
   for (int m = 0; m < Isa::kRows; ++m) {
-    std::memset(p_rows + m * kLdP<Isa>, 0, kRowBytes);
-    std::memset(ds_rows + m * kLdP<Isa>, 0, kRowBytes);
+    std::memset(rows + m * kLdP<Isa>, 0, sizeof(typename Isa::Unit) * (kWidth<Isa> / Isa::kPair));
   }
-  if constexpr (Isa::kPair == 2) {
-    for (int m = 0; m < Isa::kRows / 2; ++m) {
-      std::memset(ds_pairs + m * kLdPairs<Isa>, 0, sizeof(Unit) * kWidth<Isa>);
-    }
+}
+template <class Isa>
+FG_INLINE void zero_pairs(typename Isa::Unit* ds_pairs) {
+  for (int m = 0; m < Isa::kRows / 2; ++m) {
+    std::memset(ds_pairs + m * kLdPairs<Isa>, 0, sizeof(typename Isa::Unit) * kWidth<Isa>);
   }
 }
 

@@ -126,6 +126,8 @@ template <class Isa, int kN>
   // bf16 pairs round p to 8 bits, but lse, which sums it before that, asks for degree 4 (3 would
   // move it by 6e-5).
   constexpr int kDegree = Isa::kPair == 2 ? 4 : 6;
+  // bf16 pairs are made of two vectors at a time.
+  constexpr int kPadded = Isa::kPair == 2 ? kN + kN % 2 : kN;
   typename Isa::Vec shift[kN];
   update_maxima<Isa, kN>(maxima, logits, row_max, row_sum, row_rescale, shift);
   const auto to_log2 = Isa::set1(logits.to_log2);
@@ -135,9 +137,10 @@ template <class Isa, int kN>
     sum[n] = Isa::zero();
   }
   for (std::int64_t j = first; j < last; j += Isa::kPair) {
-    typename Isa::Vec x[Isa::kPair][kN];
+    typename Isa::Vec x[Isa::kPair][kPadded];
     FG_UNROLL
     for (int i = 0; i < Isa::kPair; ++i) {
+      x[i][kPadded - 1] = Isa::zero();
       FG_UNROLL
       for (int n = 0; n < kN; ++n) {
         const auto logit = Isa::load(s + ((j + i) * kN + n) * Isa::kLanes);
@@ -156,10 +159,8 @@ template <class Isa, int kN>
       for (int n = 0; n < kN; n += 2) {
         typename Isa::UnitVec lo;
         typename Isa::UnitVec hi;
-        const auto next = [&](int i) __attribute__((always_inline)) {
-          return n + 1 < kN ? x[i][n + 1 < kN ? n + 1 : n] : Isa::zero();
-        };
-        Isa::interleave(Isa::narrow(x[0][n], next(0)), Isa::narrow(x[1][n], next(1)), lo, hi);
+        Isa::interleave(Isa::narrow(x[0][n], x[0][n + 1]), Isa::narrow(x[1][n], x[1][n + 1]), lo,
+                        hi);
         Isa::store_units(row + n * Isa::kLanes, lo);
         if (n + 1 < kN) {
           Isa::store_units(row + (n + 1) * Isa::kLanes, hi);

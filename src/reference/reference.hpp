@@ -21,7 +21,6 @@
 
 namespace flashgrad::reference {
 
-inline constexpr int kMaxHeadDim = 256;
 // Rows or keys of one call. Each key is loaded and converted once for this many rows.
 inline constexpr int kBlock = 8;
 
@@ -370,7 +369,8 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
   }
 }
 
-// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one sequence.
+// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one
+// sequence.
 template <class F, class R = typename F::Real>
 double backward_sink(const F& f, const Head& head) {
   const double sink = head.sink();

@@ -25,10 +25,12 @@ void expect_repeatable(const std::vector<Case>& cases, int repeats) {
     WorkspaceMemory memory;
     std::vector<Running> running;
     for (const Case& c : cases) {
-      if (flops(c) * repeats <= target.max_flops / 10) {
+      if (flops(c) * repeats <= target.max_flops / 2) {
         running.push_back({c, make_tensors(c), {}});
       }
     }
+    // Slower targets leave the larger ones to the first.
+    EXPECT_TRUE(&target != &targets().front() || running.size() == cases.size());
     for (int n = 0; n < repeats; ++n) {
       for (Running& r : running) {
         const Announce announce(r.spec);
@@ -54,7 +56,7 @@ TEST(Determinism, ManyRepeats) {
   Case c = find_cases("determinism").front();
   c.id.clear();
   c.batch = 1;
-  c.heads_q = c.heads_kv = 2;
+  c.heads_q = c.heads_kv = 1;
   Case other = c;
   other.seqlen_q = other.seqlen_kv = 130;
   other.dtype = DType::kBF16;

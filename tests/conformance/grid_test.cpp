@@ -18,7 +18,7 @@ std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
 
 TEST(Grid, Sample) {
   const std::uint64_t seed = from_environment("FLASHGRAD_GRID_SEED", 20260101);
-  const std::uint64_t count = from_environment("FLASHGRAD_GRID_COUNT", 150);
+  const std::uint64_t count = from_environment("FLASHGRAD_GRID_COUNT", 250);
   std::printf("FLASHGRAD_GRID_SEED=%llu FLASHGRAD_GRID_COUNT=%llu\n",
               static_cast<unsigned long long>(seed), static_cast<unsigned long long>(count));
   for (std::uint64_t n = 0; n < count && !HasFailure(); ++n) {

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -87,6 +88,13 @@ void check_band(const Case& c) {
                                 [&](std::int64_t j) {
                                   return count_visible(rows, {j, j + 1}) > 0;
                                 }))
+          << "rows " << m_begin << ".." << m_end;
+      const Range existing{m_begin, std::min(m_end, c.seqlen_q)};
+      ASSERT_TRUE(holds_exactly(
+          band.kv_range_full(m_begin, m_end), c.seqlen_kv,
+          [&](std::int64_t j) {
+            return !existing.empty() && count_visible(existing, {j, j + 1}) == existing.size();
+          }))
           << "rows " << m_begin << ".." << m_end;
       for (std::int64_t n_begin = 0; n_begin <= c.seqlen_kv; ++n_begin) {
         for (std::int64_t n_end = n_begin; n_end <= c.seqlen_kv + 2; ++n_end) {

@@ -66,7 +66,7 @@ Measured measure(const check::Case& c, const CallOptions& call_options) {
 
 nlohmann::ordered_json bench_memory(const std::string& dtype, const CallOptions& call_options) {
   constexpr std::int64_t kFirst = 1024;
-  constexpr std::int64_t kLast = 512 * 1024;
+  constexpr std::int64_t kLast = std::int64_t{512} * 1024;
   const fg_options& options = call_options.options;
   print_out(
       fmt::format("one head, head_dim 64, {}, {}, forward and backward\n"

@@ -48,8 +48,8 @@ __attribute__((target("avx512f"))) float fma_avx512(std::int64_t iterations, flo
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = _mm512_fmadd_ps(c[n], va, vb);
+    for (__m512& x : c) {
+      x = _mm512_fmadd_ps(x, va, vb);
     }
   }
 #pragma GCC unroll 12
@@ -70,8 +70,8 @@ __attribute__((target("avx512f,avx512bf16"))) float dot_avx512_bf16(std::int64_t
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = _mm512_dpbf16_ps(c[n], va, vb);
+    for (__m512& x : c) {
+      x = _mm512_dpbf16_ps(x, va, vb);
     }
   }
 #pragma GCC unroll 12
@@ -91,8 +91,8 @@ __attribute__((target("avx2,fma"))) float fma_avx2(std::int64_t iterations, floa
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = _mm256_fmadd_ps(c[n], va, vb);
+    for (__m256& x : c) {
+      x = _mm256_fmadd_ps(x, va, vb);
     }
   }
 #pragma GCC unroll 12
@@ -117,8 +117,8 @@ float multiply_add_generic(std::int64_t iterations, float a, float b) {
   }
   for (std::int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int n = 0; n < kAccumulators; ++n) {
-      c[n] = c[n] * va + vb;
+    for (Vector& x : c) {
+      x = x * va + vb;
     }
   }
 #pragma GCC unroll 12
@@ -166,14 +166,19 @@ double time_loop(const Kernel& kernel, int num_threads, std::int64_t iterations)
   return std::isfinite(total) ? seconds : HUGE_VAL;
 }
 
-// Iterations that take one thread about `seconds` of its own time, which other programs do not
-// lengthen.
+// Seconds that the calling thread has computed, which other programs do not lengthen.
+double thread_seconds() {
+  std::timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// Iterations that take one thread about `seconds`.
 std::int64_t calibrate(const Kernel& kernel, double seconds) {
   for (std::int64_t iterations = 1 << 14;; iterations *= 2) {
-    const std::clock_t begin = std::clock();
+    const double begin = thread_seconds();
     const float sum = kernel.loop(iterations, kFactor, kAddend);
-    const double elapsed = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
-    if (elapsed >= seconds || !std::isfinite(sum)) {
+    if (thread_seconds() - begin >= seconds || !std::isfinite(sum)) {
       return iterations;
     }
   }

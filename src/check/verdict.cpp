@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+// The acceptance rule of docs/semantics.md.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+
+#include "check/expected_impl.hpp"
+#include "reference/reference.hpp"
+
+namespace flashgrad::check {
+namespace {
+
+using reference::Head;
+using reference::NaiveFormula;
+using Exact = reference::Formula<double>;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+constexpr std::array<const char*, kNumOutputs> kNames = {"out", "lse", "dq", "dk", "dv", "dsinks"};
+
+const Tensor& tensor_of(const Args& a, Output output) {
+  switch (output) {
+    case kOut:
+      return a.out;
+    case kLse:
+      return a.lse;
+    case kDq:
+      return a.dq;
+    case kDk:
+      return a.dk;
+    default:
+      return a.dv;
+  }
+}
+
+}  // namespace
+
+bool Expected::Impl::wants(Output output) const {
+  switch (output) {
+    case kOut:
+      return !options.given_out_lse;
+    case kLse:
+      return problem.wants_lse && !options.given_out_lse;
+    case kDq:
+      return backward && problem.wants_dq;
+    case kDk:
+      return backward && problem.wants_dk;
+    case kDv:
+      return backward && problem.wants_dv;
+    default:
+      return backward && problem.wants_dsinks;
+  }
+}
+
+DType Expected::Impl::dtype_of(Output output) const {
+  switch (output) {
+    case kOut:
+      return problem.dtype;
+    case kDq:
+      return problem.dq_dtype;
+    case kDk:
+      return problem.dk_dtype;
+    case kDv:
+      return problem.dv_dtype;
+    default:
+      return problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  }
+}
+
+double Expected::Impl::bound(Output output) const {
+  const bool gradient = output >= kDq;
+  const double softcap_factor = problem.softcap > 0 ? 3 : 2;
+  if (problem.dtype == DType::kF64) {
+    return output == kLse ? 1e-12 : 1e-12 * magnitude[output];
+  }
+  if (output == kLse) {
+    return 1e-5;
+  }
+  if (is_16_bit(dtype_of(output))) {
+    const double a = 2 * rounding[output] + (gradient && problem.softcap > 0 ? 3e-4 : 0);
+    return softcap_factor * naive_error[output] + a;
+  }
+  // f32 results. Those of 16-bit inputs are made of the same rounded factors as 16-bit ones.
+  const double r = is_16_bit(problem.dtype) ? softcap_factor : 2;
+  return r * naive_error[output] + 1e-5 * magnitude[output];
+}
+
+namespace {
+
+// |x - o|, or infinity if NaN or Inf stand in other places than those of o in its dtype.
+double error_of(double x, double o, DType dtype) {
+  if (std::isnan(o)) {
+    return std::isnan(x) ? 0 : kInf;
+  }
+  if (x == o || x == rounded(dtype, o)) {
+    return 0;
+  }
+  return std::isfinite(x) ? std::abs(x - o) : kInf;
+}
+
+std::string number(double x) {
+  std::array<char, 32> text;
+  std::snprintf(text.data(), text.size(), "%.6g", x);
+  return text.data();
+}
+
+std::string where(std::int64_t b, std::int64_t h, const char* index_name, std::int64_t index,
+                  std::int64_t dim) {
+  return "batch " + std::to_string(b) + ", head " + std::to_string(h) + ", " + index_name + " " +
+         std::to_string(index) + ", dim " + std::to_string(dim);
+}
+
+}  // namespace
+
+OutputResult Expected::Impl::compare(const Args& produced, Output output) const {
+  OutputResult result;
+  result.name = kNames[output];
+  result.bound = bound(output);
+  const DType dtype = dtype_of(output);
+  const bool by_key = output == kDk || output == kDv;
+  const Tensor& t = tensor_of(produced, output);
+  std::string worst;
+  for (const Unit& u : units) {
+    const Extent e = extent(u, output);
+    for (std::int64_t head = 0; head < e.heads; ++head) {
+      const std::int64_t h = u.head_kv * e.heads + head;
+      double ox = 0;
+      double oo = 0;
+      double xx = 0;
+      for (std::size_t n = 0; n < e.index->size(); ++n) {
+        const std::int64_t index = (*e.index)[n];
+        const std::size_t at = slot(u, output, head, static_cast<std::int64_t>(n));
+        const std::int64_t offset =
+            t.offset(u.at.batch_index, (by_key ? u.at.kv_begin : u.at.q_begin) + index, h);
+        const bool zero =
+            by_key ? u.key_is_unseen[n] || (output == kDv && !problem.has_dout)
+                   : output != kLse &&
+                         u.row_is_empty[static_cast<std::size_t>(head) * e.index->size() + n];
+        for (std::int64_t c = 0; c < e.dim; ++c) {
+          const double o = u.exact.of[output][at + static_cast<std::size_t>(c)];
+          const double x = load_f64(t.data, t.dtype, offset + c * t.dim_stride);
+          double error = error_of(x, o, dtype);
+          if (output == kLse && std::isfinite(error)) {
+            error /= 1 + std::abs(std::isfinite(o) ? o : 0);
+          }
+          if (zero && x != 0 && result.reason.empty()) {
+            result.reason = "not exactly 0 where nothing is visible: " +
+                            where(u.b, h, by_key ? "key" : "row", index, c);
+          }
+          if (error > result.error) {
+            result.error = error;
+            worst = where(u.b, h, by_key ? "key" : "row", index, c) + ": got " + number(x) +
+                    ", want " + number(o);
+          }
+          if (std::isfinite(o) && std::isfinite(x)) {
+            ox += o * x;
+            oo += o * o;
+            xx += x * x;
+          }
+        }
+      }
+      if (u.direction_counts[output][static_cast<std::size_t>(head)] && output != kLse &&
+          !(ox >= 0.999 * std::sqrt(oo) * std::sqrt(xx)) && result.reason.empty()) {
+        result.reason = "cosine similarity under 0.999: batch " + std::to_string(u.b) + ", head " +
+                        std::to_string(h);
+      }
+    }
+  }
+  if (!(result.error <= result.bound) && (output == kDq || output == kDk)) {
+    result.bound = std::max(result.bound, cancellation_floor(output));
+  }
+  if (!(result.error <= result.bound)) {
+    result.reason = worst;
+  }
+  check_unused(produced, output, &result);
+  check_finite(produced, output, &result);
+  result.ok = result.reason.empty();
+  return result;
+}
+
+// Rows and keys of no sequence hold 0, lse -inf.
+void Expected::Impl::check_unused(const Args& produced, Output output, OutputResult* result) const {
+  const bool by_key = output == kDk || output == kDv;
+  const Tensor& t = tensor_of(produced, output);
+  const double want = output == kLse ? -kInf : 0;
+  const std::int64_t heads = by_key ? problem.heads_kv : problem.heads_q;
+  const std::int64_t dim = output == kLse                   ? 1
+                           : output == kDq || output == kDk ? problem.head_dim
+                                                            : problem.head_dim_v;
+  const auto check = [&](std::int64_t batch_index, Range rows) {
+    for (std::int64_t i = rows.begin; i < rows.end; ++i) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        for (std::int64_t c = 0; c < dim; ++c) {
+          const double x =
+              load_f64(t.data, t.dtype, t.offset(batch_index, i, h) + c * t.dim_stride);
+          if (x != want && result->reason.empty()) {
+            result->error = kInf;
+            result->reason = "row of no sequence is not " +
+                             std::string(output == kLse ? "-inf" : "0") + ": " +
+                             where(batch_index, h, by_key ? "key" : "row", i, c);
+          }
+        }
+      }
+    }
+  };
+  if (by_key) {
+    for_each_unused_kv(problem, args, check);
+  } else {
+    for_each_unused_q(problem, args, check);
+  }
+}
+
+// Of what was not computed here: no NaN, and no Inf but where f16 overflows or lse says that a row
+// is empty.
+void Expected::Impl::check_finite(const Args& produced, Output output, OutputResult* result) const {
+  if (all_units && (units.empty() || units.front().whole)) {
+    return;
+  }
+  const bool by_key = output == kDk || output == kDv;
+  const Tensor& t = tensor_of(produced, output);
+  const std::int64_t dim = units.empty() ? 0 : extent(units.front(), output).dim;
+  const std::int64_t heads = by_key ? problem.heads_kv : problem.heads_q;
+  const std::int64_t rows = by_key ? problem.seqlen_kv : problem.seqlen_q;
+  const std::int64_t entries = problem.packed ? 1 : problem.batch;
+  bool finite = true;
+#pragma omp parallel for collapse(2) num_threads(threads()) reduction(&& : finite)
+  for (std::int64_t b = 0; b < entries; ++b) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        for (std::int64_t c = 0; c < dim; ++c) {
+          const double x = load_f64(t.data, t.dtype, t.offset(b, i, h) + c * t.dim_stride);
+          finite = finite && !std::isnan(x) &&
+                   (!std::isinf(x) || t.dtype == DType::kF16 || (output == kLse && x < 0));
+        }
+      }
+    }
+  }
+  if (!finite && result->reason.empty()) {
+    result->error = kInf;
+    result->reason = "NaN or Inf outside the sample";
+  }
+}
+
+// dsinks are a sum over rows of what out and lse, the backward's inputs, say; the oracle takes
+// those that it is given, so that only the arithmetic of the sum is judged here, to f32's accuracy.
+OutputResult Expected::Impl::compare_dsinks(const Args& produced) const {
+  OutputResult result;
+  result.name = kNames[kDsinks];
+  const DType dtype = dtype_of(kDsinks);
+  const auto heads = static_cast<std::size_t>(problem.heads_q);
+  std::vector<double> exact(heads);
+  std::vector<double> naive(heads);
+#pragma omp parallel for num_threads(threads())
+  for (std::size_t h = 0; h < heads; ++h) {
+    for (std::int64_t b = 0; b < problem.batch; ++b) {
+      const Head head{problem, produced, sequence(problem, produced, b),
+                      static_cast<std::int64_t>(h)};
+      exact[h] += reference::backward_sink(Exact(problem), head);
+      naive[h] += reference::backward_sink(NaiveFormula(problem, DType::kF32), head);
+    }
+  }
+  double naive_max = 0;
+  double magnitude_max = 0;
+  for (std::size_t h = 0; h < heads; ++h) {
+    if (std::isfinite(exact[h])) {
+      magnitude_max = std::max(magnitude_max, std::abs(exact[h]));
+      naive_max = std::max(naive_max, std::abs(naive[h] - exact[h]));
+    }
+  }
+  result.bound =
+      dtype == DType::kF64 ? 1e-12 * magnitude_max : 2 * naive_max + 1e-5 * magnitude_max;
+  for (std::size_t h = 0; h < heads; ++h) {
+    const double x = load_f64(produced.dsinks, dtype, static_cast<std::int64_t>(h));
+    const double error = error_of(x, exact[h], dtype);
+    if (error > result.error) {
+      result.error = error;
+      if (!(error <= result.bound)) {
+        result.reason =
+            "head " + std::to_string(h) + ": got " + number(x) + ", want " + number(exact[h]);
+      }
+    }
+  }
+  result.ok = result.reason.empty();
+  return result;
+}
+
+std::vector<OutputResult> Expected::compare(const Args& produced, bool forward,
+                                            bool backward) const {
+  std::vector<OutputResult> results;
+  for (const Output output : {kOut, kLse, kDq, kDk, kDv}) {
+    if (impl_->wants(output) && (output <= kLse ? forward : backward)) {
+      results.push_back(impl_->compare(produced, output));
+    }
+  }
+  if (backward && impl_->wants(kDsinks)) {
+    results.push_back(impl_->compare_dsinks(produced));
+  }
+  return results;
+}
+
+const std::string& Expected::coverage() const { return impl_->coverage; }
+
+}  // namespace flashgrad::check

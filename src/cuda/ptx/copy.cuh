@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Asynchronous bulk copies, with and without a tensor map, and vector reductions to global memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flashgrad::ptx {
+
+// PTX ISA, "cp.async.bulk.tensor": a box of a 4-d tensor into shared memory; its bytes complete on
+// `barrier`. Elements outside the tensor arrive as zeros.
+__device__ __forceinline__ void tensor_load(std::uint32_t destination, const CUtensorMap* map,
+                                            std::uint32_t barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// The same to the same offsets (data and barrier) of every CTA in `cta_mask`.
+__device__ __forceinline__ void tensor_load_multicast(std::uint32_t destination,
+                                                      const CUtensorMap* map, std::uint32_t barrier,
+                                                      int c0, int c1, int c2, int c3,
+                                                      std::uint16_t cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(cta_mask)
+      : "memory");
+}
+
+// PTX ISA, "prefetch.tensormap".
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// PTX ISA, "cp.async.bulk": `bytes` (a multiple of 16) of global memory into shared memory.
+__device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source,
+                                          std::uint32_t bytes, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Shared memory of this CTA into the shared memory of CTA `cta` of the cluster; completes on the
+// barrier at offset `barrier` over there.
+__device__ __forceinline__ void bulk_copy_to_cta(std::uint32_t destination, std::uint32_t source,
+                                                 std::uint32_t bytes, std::uint32_t barrier,
+                                                 std::uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 data, signal;\nmapa.shared::cluster.u32 data, %0, %4;\n"
+      "mapa.shared::cluster.u32 signal, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[data], [%1], %2, [signal];\n}" ::"r"(destination),
+      "r"(source), "r"(bytes), "r"(barrier), "r"(cta)
+      : "memory");
+}
+
+// Shared memory into global memory; completion by bulk groups.
+__device__ __forceinline__ void bulk_store(void* destination, std::uint32_t source,
+                                           std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until at most `kPending` groups still read their source.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// PTX ISA, "red": four f32 additions, 16-byte aligned, order free.
+__device__ __forceinline__ void reduce_add(float* address, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+}  // namespace flashgrad::ptx

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward, pass 2 of 3, head dims up to 128. Key blocks outside, query blocks inside: one CTA
+// holds block_n keys, and for every query head of the group and every query block m that sees them
+//   (1) S^T  = K Q^T                     (2) P^T  = exp2(scale_log2 * S^T - lse_log2), 0 where
+//   masked (3) dP^T = V dO^T                    (4) dS^T = P^T * (dP^T - delta + dlse) (5) dV  +=
+//   P^T dO                    (6) dK  += dS^T Q (7) dQ   = dS K, added to f32 accumulators in
+//   global memory
+// With softcap, S is capped before (2) and dS^T takes the factor 1 - (s / softcap)^2.
+//
+// Warpgroup roles (384 threads):
+//   0     "dq" (bwd_dq.cuh): its first warp issues the loads; all four make (7)
+//   1, 2  "consumers" (bwd_consumer.cuh): (1) to (6) for 64 keys each (d64: two blocks of 64 keys
+//   in
+//         turn); P and dS go from registers into (5) and (6), dS also through shared memory to
+//         warpgroup 0
+// A consumer issues [dP, dV] and [dK, S of the next step] as two batches. With ping_pong a token
+// lets one consumer issue a batch only after the other has, so that one's softmax runs under the
+// other's products.
+//
+// With a cluster of two CTAs, which hold neighbouring keys, each loads half of every Q and dO block
+// for both (multicast), and sends its dS to the other; each makes half the columns of dQ over the
+// keys of both, which halves loads from the L2 and additions to it.
+//
+// Barriers (count of arrivals; who arrives -> who waits; completes once per):
+//   k_full        1 (cluster: 2, with the peer's K); loader -> all; once
+//   v_full        1; loader -> consumers; once
+//   q_full        1; loader -> consumers; step, stage = step mod q_stages
+//   q_empty       8 (16: of both CTAs); consumer warps, after (6) -> loader; step
+//   do_full       1; loader -> consumers; step, stage = step mod do_stages
+//   do_empty      8 (16); consumer warps, after (5) -> loader; step
+//   ds_full       8; consumer warps -> dq; (step, key block), stage mod ds_stages
+//   ds_empty      4 (5: the peer has its copy); dq warps, after (7) -> consumers; the same
+//   peer_ds_full  1; loader, with the peer's copy -> dq; step
+//   peer_ds_empty 4; dq warps of the peer, after (7) -> loader; step
+//   *_landing     1; loader -> loader, for tiles with rows to clear; each such tile
+//   done          4; dq warps, after the last (7) -> consumers, which then reuse K's memory; once
+// Named barriers: 1, 2 the token of each consumer; 3, 4 each consumer's epilogue.
+#pragma once
+
+#include "cuda/sm90/bwd_consumer.cuh"
+#include "cuda/sm90/bwd_dq.cuh"
+
+namespace flashgrad::sm90 {
+
+template <BwdVariant kVariant, class T>
+__global__ __launch_bounds__(BwdConfig::kThreads,
+                             1) void bwd_main(const __grid_constant__ BwdMaps maps,
+                                              const __grid_constant__ BwdParams p) {
+  constexpr BwdConfig C = kBwdConfigs[static_cast<int>(kVariant)];
+  static_assert(C.valid(), "tiles, stages and registers must fit an SM");
+  static_assert(sizeof(KeyTile) <= BwdConfig::kInfoBytes, "KeyTile outgrew its place");
+  extern __shared__ std::uint8_t dynamic_shared[];
+  const std::uint32_t start = ptx::shared_address(dynamic_shared);
+  const std::uint32_t base =
+      (start + tile::kTileAlignment - 1) / tile::kTileAlignment * tile::kTileAlignment;
+  const BwdShared<C> shared{base};
+  KeyTile& tile = *reinterpret_cast<KeyTile*>(dynamic_shared + (base - start) + C.info_offset());
+  const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
+  if (threadIdx.x == 0) {
+    shared.init_barriers();
+  } else if (threadIdx.x == 128) {
+    tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);
+  }
+  __syncthreads();
+  if constexpr (C.cluster == 2) {
+    ptx::cluster_sync();
+  }
+  ptx::grid_dependency_wait();
+  if (tile.num_steps == 0) {
+    if (p.dk) {
+      store_zeros(p.dk, tile, static_cast<int>(p.head_dim));
+    }
+    if (p.dv) {
+      store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v));
+    }
+    return;
+  }
+  if (warpgroup == 0) {
+    ptx::registers_decrease<C.dq_registers>();
+    const int rank = C.cluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
+    bwd_dq_role<C, T>(p, maps, tile, shared, rank);
+  } else {
+    ptx::registers_increase<C.consumer_registers>();
+    const int consumer = __shfl_sync(0xffffffffU, warpgroup - 1, 0);
+    bwd_consumer_role<C, T>(p, tile, shared, consumer);
+  }
+  if constexpr (C.cluster == 2) {
+    __syncwarp();
+    ptx::cluster_sync();  // neither CTA's memory goes while the other may still signal or copy
+  }
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+// The consumer warpgroups of the backward's main kernel: (1) to (6) of bwd.cuh for their own keys,
+// and the epilogue that writes dk and dv.
+#pragma once
+
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/bwd_shared.cuh"
+#include "cuda/sm90/bwd_store.cuh"
+#include "cuda/sm90/params.hpp"
+#include "cuda/tile/gemm.cuh"
+
+namespace flashgrad::sm90 {
+
+template <BwdConfig C, class T>
+__device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyTile& tile,
+                                                  const BwdShared<C>& shared, int consumer) {
+  constexpr int kD = C.head_dim;
+  constexpr int kBlocks = C.key_blocks;
+  // Loading delta before dP is there needs registers that f16's conversions or softcap take.
+  constexpr bool kDeltaAhead = std::is_same_v<T, __nv_bfloat16> && !C.softcap;
+  constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
+  using QTile = tile::SwizzledTile<kBlockM>;
+  using KTile = tile::SwizzledTile<C.block_n()>;
+  using DsTile = tile::SwizzledTile<BwdConfig::kKeysPerDs>;
+  const int lane = ptx::thread_index() % 32;
+  const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32 % 4, 0);
+  const int thread = warp * 32 + lane;
+
+  // Key block x of this consumer begins at key 128 * x + 64 * consumer of the tile.
+  const std::uint32_t own_rows = static_cast<std::uint32_t>(consumer * 64 * tile::kBoxRowBytes);
+  const std::uint64_t desc_k = KTile::k_major_descriptor(shared.k() + own_rows);
+  const std::uint64_t desc_v = KTile::k_major_descriptor(shared.v() + own_rows);
+  const std::uint64_t desc_q = QTile::k_major_descriptor(shared.q(0));
+  const std::uint64_t desc_do = QTile::k_major_descriptor(shared.dout(0));
+  const std::uint64_t desc_q_mn = QTile::mn_major_descriptor(shared.q(0));
+  const std::uint64_t desc_do_mn = QTile::mn_major_descriptor(shared.dout(0));
+  constexpr std::uint64_t kStage = C.q_bytes() / 16;
+  constexpr std::uint64_t kBlock = 128 * tile::kBoxRowBytes / 16;
+  const std::uint32_t lse = shared.lse(0) + static_cast<std::uint32_t>(lane % 4 * 8);
+  constexpr std::uint32_t kDelta = C.delta_offset() - C.lse_offset();
+  const std::uint32_t ds_row =
+      shared.ds(0) + static_cast<std::uint32_t>(
+                         DsTile::offset(consumer * 64 + warp * 16 + lane % 16, lane / 16 * 8));
+
+  float dk[kBlocks][kD / 2];
+  float dv[kBlocks][kD / 2];
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+#pragma unroll
+    for (int i = 0; i < kD / 2; ++i) {
+      dk[x][i] = 0;
+      dv[x][i] = 0;
+    }
+  }
+  const float scale_log2 = p.scale_log2;
+
+  const auto token_wait = [&] {
+    if constexpr (C.ping_pong) {
+      ptx::named_barrier_sync<256>(1 + consumer);
+    }
+  };
+  const auto token_pass = [&] {
+    if constexpr (C.ping_pong) {
+      ptx::named_barrier_arrive<256>(2 - consumer);
+    }
+  };
+  const auto arrive = [&](std::uint32_t barrier) {
+    if (lane == 0) {
+      ptx::mbarrier_arrive(barrier);
+    }
+  };
+  // A stage is filled again once the consumers of both CTAs have let go of it. All lanes have read
+  // it: an arrival speaks for its own lane only.
+  const auto release = [&](std::uint32_t barrier) {
+    __syncwarp();
+    if constexpr (C.cluster == 2) {
+      if (lane < 2) {
+        ptx::mbarrier_arrive_cluster(barrier, static_cast<std::uint32_t>(lane));
+      }
+    } else {
+      arrive(barrier);
+    }
+  };
+  const auto load_row_statistic = [&](float2(&rows)[8], std::uint32_t address) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      rows[j] = ptx::load_shared_float2(address + j * 32);
+    }
+  };
+
+  Ring<C.q_stages> ring;
+  Ring<C.do_stages> own_do_ring;  // unused if it would go with ring
+  Ring<C.ds_stages> ds_ring;
+  constexpr bool kOneRing = C.do_stages == C.q_stages;
+  float s[32];
+  float2 rows[8];
+  std::uint32_t rp[16];
+  std::uint32_t own_rds[16];  // unused if in place
+  std::uint32_t(&rds)[16] = [&]() -> std::uint32_t(&)[16] {
+    if constexpr (C.in_place) {
+      return rp;
+    } else {
+      return own_rds;
+    }
+  }();
+  if (consumer == 1) {
+    token_pass();
+  }
+  ptx::mbarrier_wait(shared.k_full(), 0);
+  ptx::mbarrier_wait(shared.q_full(0), 0);
+  ptx::wgmma_fence();
+  tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(s, desc_k, desc_q);
+  ptx::wgmma_commit();
+  load_row_statistic(rows, lse);
+  ptx::mbarrier_wait(shared.v_full(), 0);
+  ptx::wgmma_wait<0>();
+  ptx::pin(s);
+
+  // What the steady loop needs of the tile, in registers: loads from shared memory wait long behind
+  // the operands of wgmma. `left` counts the query blocks of a head down; those from full_begin on,
+  // full_count of them, need no mask.
+  int full_begin = 0;
+  int full_end = tile.m_end;
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+    full_begin = max(full_begin, tile.full_begin[2 * x + consumer]);
+    full_end = min(full_end, tile.full_end[2 * x + consumer]);
+  }
+  const int full_count = max(full_end - full_begin, 0);
+  full_begin -= tile.m_begin;
+  int left = tile.m_end - 1 - tile.m_begin;
+  int remaining = tile.num_steps;
+  const auto block = [&]<int x>() {
+  // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
+#pragma unroll 1
+    for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
+         r > 0; --r) {
+      mask_s(s, tile, 128 * x + 64 * consumer + warp * 16 + lane / 4,
+             (left + tile.m_begin) * kBlockM + lane % 4 * 2, hidden_logit<C.softcap>(p.scale_log2));
+    }
+    // (2)
+    std::uint32_t factor[4];  // of (4), with softcap
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 row = rows[i / 2];
+      float factor0;
+      float factor1;
+      const float p0 =
+          exponentiate<C.softcap>(s[2 * i], row.x, scale_log2, p.scale_softcap, &factor0);
+      const float p1 =
+          exponentiate<C.softcap>(s[2 * i + 1], row.y, scale_log2, p.scale_softcap, &factor1);
+      if constexpr (C.softcap) {
+        factor[i % 4] = ptx::pack<T>(factor0, factor1);
+        if (i % 4 == 3) {
+          ptx::store_shared(shared.factor(consumer, thread, i / 4), factor[0], factor[1], factor[2],
+                            factor[3]);
+        }
+      }
+      rp[i] = ptx::pack<T>(p0, p1);
+      // Rounding may lift huge logits above their lse.
+      rp[i] = ptx::min_packed<T>(rp[i], kOnes);
+    }
+    ptx::pin(rp);
+
+    // (3), (5)
+    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
+    float own_dp[32];  // unused if in place
+    float(&dp)[32] = [&]() -> float(&)[32] {
+      if constexpr (C.in_place) {
+        return s;
+      } else {
+        return own_dp;
+      }
+    }();
+    if constexpr (x == 0) {
+      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
+    }
+    const std::uint64_t stage = static_cast<std::uint64_t>(ring.stage()) * kStage;
+    const std::uint64_t do_offset = static_cast<std::uint64_t>(do_stage) * kStage;
+    token_wait();
+    ptx::wgmma_fence();
+    tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(dp, desc_v + x * kBlock,
+                                                                    desc_do + do_offset);
+    ptx::wgmma_commit();
+    ptx::wgmma_fence();
+    tile::gemm_registers<kD, kBlockM, T, QTile>(dv[x], rp, desc_do_mn + do_offset);
+    ptx::wgmma_commit();
+    token_pass();
+    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
+    if constexpr (kDeltaAhead) {
+      load_row_statistic(rows, delta);
+    }
+    const auto dv_done = [&] {
+      ptx::pin(rp);
+      ptx::pin(dv[x]);
+    };
+    if constexpr (C.in_place) {
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp);
+      dv_done();
+    } else {
+      ptx::wgmma_wait<1>();
+      ptx::pin(dp);
+    }
+
+    // (4)
+    uint4 factors;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if constexpr (!kDeltaAhead) {
+        if (i % 2 == 0) {
+          rows[i / 2] = ptx::load_shared_float2(delta + i / 2 * 32);
+        }
+      }
+      const float2 row = rows[i / 2];
+      const float2 p01 = ptx::unpack<T>(rp[i]);
+      float ds0 = p01.x * (dp[2 * i] + row.x);
+      float ds1 = p01.y * (dp[2 * i + 1] + row.y);
+      if constexpr (C.softcap) {
+        if (i % 4 == 0) {
+          factors = ptx::load_shared_uint4(shared.factor(consumer, thread, i / 4));
+        }
+        const float2 f = ptx::unpack<T>(i % 4 == 0   ? factors.x
+                                        : i % 4 == 1 ? factors.y
+                                        : i % 4 == 2 ? factors.z
+                                                     : factors.w);
+        ds0 *= f.x;
+        ds1 *= f.y;
+      }
+      rds[i] = ptx::pack<T>(ds0, ds1);
+    }
+    Ring<C.q_stages> next = ring;
+    if constexpr (x == kBlocks - 1) {
+      next.advance();
+    }
+    ptx::mbarrier_wait(shared.ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
+    const std::uint32_t ds_address =
+        ds_row + static_cast<std::uint32_t>(ds_ring.stage() * C.ds_bytes());
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
+                        rds[4 * k + 2], rds[4 * k + 3]);
+    }
+    if constexpr (x == kBlocks - 1) {
+      ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
+    }
+
+    // (6), and (1) of the next block; after the last step on a stale stage, unused.
+    token_wait();
+    ptx::wgmma_fence();
+    tile::gemm_registers<kD, kBlockM, T, QTile>(dk[x], rds, desc_q_mn + stage);
+    ptx::wgmma_commit();
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(shared.ds_full(ds_ring.stage()));
+    ds_ring.advance();
+    if constexpr (!C.in_place) {
+      ptx::wgmma_wait<1>();
+      dv_done();
+    }
+    if constexpr (x == kBlocks - 1) {
+      release(shared.do_empty(do_stage));
+    }
+    ptx::wgmma_fence();
+    tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(
+        s, desc_k + (x + 1) % kBlocks * kBlock,
+        desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
+    ptx::wgmma_commit();
+    token_pass();
+    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
+    ptx::wgmma_wait<1>();
+    ptx::pin(rds);
+    ptx::pin(dk[x]);
+    if constexpr (x == kBlocks - 1) {
+      release(shared.q_empty(ring.stage()));
+    }
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    ring = next;
+    if constexpr (x == kBlocks - 1 && !kOneRing) {
+      own_do_ring.advance();
+    }
+  };
+#pragma unroll 1
+  do {
+    block.template operator()<0>();
+    if constexpr (kBlocks == 2) {
+      block.template operator()<1>();
+    }
+    if (--left < 0) {
+      left = tile.m_end - 1 - tile.m_begin;
+    }
+  } while (--remaining > 0);
+  if (consumer == 0) {
+    token_wait();  // consumer 1 passed once more than it waited
+  }
+
+  ptx::mbarrier_wait(shared.done(), 0);
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+    const int key = 128 * x + 64 * consumer;
+    if (p.dv) {
+      store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
+                                     shared.v(), key, 3 + consumer, thread);
+    }
+    if (p.dk) {
+      store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
+                                     shared.k(), key, 3 + consumer, thread);
+    }
+  }
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// The dq warpgroup of the backward's main kernel: its first warp issues the loads, all four make
+// (7) dQ = dS K and add it to the accumulators in global memory.
+#pragma once
+
+#include "cuda/ptx/copy.cuh"
+#include "cuda/sm90/bwd_load.cuh"
+#include "cuda/tile/fragment.hpp"
+#include "cuda/tile/gemm.cuh"
+
+namespace flashgrad::sm90 {
+
+// Adds 64 rows x 64 columns, in fragment order, to the accumulators at `accumulator`.
+__device__ __forceinline__ void add_dq(float* accumulator, const float (&dq)[32]) {
+#pragma unroll
+  for (int i = 0; i < 32; i += 4) {
+    ptx::reduce_add(accumulator + i / 4 * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+  }
+}
+
+template <BwdConfig C, class T>
+__device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& maps,
+                                            KeyTile& shared_tile, const BwdShared<C>& shared,
+                                            int rank) {
+  using KTile = tile::SwizzledTile<C.block_n()>;
+  using DsTile = tile::SwizzledTile<BwdConfig::kKeysPerDs>;
+  using tile::Start;
+  constexpr int kKeys = BwdConfig::kKeysPerDs;
+  constexpr int kAhead = 2;
+  constexpr int kNumBoxes = C.head_dim / 64;
+  // From the thread's index afresh: a value that the kernel shares among roles may be spilled, and
+  // a reload in the loop waits behind the additions to global memory (H200: 5 % of the time).
+  const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0);
+  const int lane = ptx::thread_index() % 32;
+  const bool loads = warp == 0;
+  // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
+  const KeyTile tile = shared_tile;
+  Loader<BwdShared<C>> loader(p, maps, tile, shared_tile.landing_parity, shared, rank, lane);
+  const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
+  const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
+  if (loads) {
+    loader.load_k();
+#pragma unroll 1
+    for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
+      loader.load_step(step);
+    }
+  }
+  __syncwarp();
+  ptx::mbarrier_wait(shared.k_full(), 0);
+  StepWalk walk(tile, static_cast<int>(p.group));
+#pragma unroll 1
+  for (int step = 0; step < tile.num_steps; ++step) {
+    // Worked out where it is used: no registers to keep it through the products.
+    const auto accumulator = [&] {
+      return p.dq_accumulator +
+             static_cast<std::int64_t>(walk.slot(p.rows, tile)) * (kBlockM * C.head_dim) +
+             tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
+    };
+    const bool loads_now = loads && step + kAhead <= tile.num_steps;
+    if constexpr (C.cluster == 2) {
+      // 64 columns over the 256 keys of the cluster: first this CTA's dS, then the peer's.
+      const int stage = step % C.ds_stages;
+      const auto parity = static_cast<std::uint32_t>(step / C.ds_stages) & 1U;
+      const std::uint64_t ds_stage = static_cast<std::uint64_t>(stage * (C.ds_bytes() / 16));
+      const auto other = static_cast<std::uint32_t>(rank ^ 1);
+      float dq[32];
+      if (loads_now) {
+        loader.load_half_step(step + kAhead, true);
+      }
+      __syncwarp();
+      ptx::mbarrier_wait(shared.ds_full(stage), parity);
+      if (loads) {
+        ptx::mbarrier_wait(shared.peer_ds_empty(stage), parity ^ 1U);
+        if (ptx::elect_one()) {
+          ptx::bulk_copy_to_cta(shared.peer_ds(stage), shared.ds(stage), C.ds_bytes(),
+                                shared.peer_ds_full(stage), other);
+        }
+      }
+      __syncwarp();
+      ptx::wgmma_fence();
+      tile::gemm_mn_major<64, kKeys, T, Start::kZero, DsTile, KTile>(
+          dq, desc_ds + ds_stage,
+          desc_k + static_cast<std::uint64_t>(rank * (KTile::kBoxBytes / 16)));
+      ptx::wgmma_commit();
+      if (loads_now) {
+        loader.load_half_step(step + kAhead, false);
+      }
+      __syncwarp();
+      if (loads && ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect(shared.peer_ds_full(stage), C.ds_bytes());
+      }
+      __syncwarp();
+      ptx::mbarrier_wait(shared.peer_ds_full(stage), parity);
+      if (warp == 1 && lane == 0) {
+        ptx::mbarrier_arrive_cluster(shared.ds_empty(stage), other);  // its copy has left
+      }
+      __syncwarp();
+      ptx::wgmma_fence();
+      tile::gemm_mn_major<64, kKeys, T, Start::kAccumulate, DsTile, KTile>(
+          dq, DsTile::mn_major_descriptor(shared.peer_ds(0)) + ds_stage,
+          KTile::mn_major_descriptor(shared.peer_k()));
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq);
+      if (lane == 0) {
+        ptx::mbarrier_arrive(shared.ds_empty(stage));
+        ptx::mbarrier_arrive_cluster(shared.peer_ds_empty(stage), other);
+      }
+      if (p.dq_accumulator != nullptr) {
+        add_dq(accumulator() + rank * 1024, dq);
+      }
+    } else {
+      // All keys of the CTA, 64 columns at a time.
+#pragma unroll
+      for (int box = 0; box < kNumBoxes; ++box) {
+        float dq[32];
+#pragma unroll
+        for (int x = 0; x < C.key_blocks; ++x) {
+          const int count = step * C.key_blocks + x;
+          const int stage = count % C.ds_stages;
+          if (box == 0) {
+            ptx::mbarrier_wait(shared.ds_full(stage),
+                               static_cast<std::uint32_t>(count / C.ds_stages) & 1U);
+          }
+          const std::uint64_t a = desc_ds + static_cast<std::uint64_t>(stage * (C.ds_bytes() / 16));
+          const std::uint64_t b =
+              desc_k + static_cast<std::uint64_t>(box * (KTile::kBoxBytes / 16) + x * 1024);
+          ptx::wgmma_fence();
+          if (x == 0) {
+            tile::gemm_mn_major<64, kKeys, T, Start::kZero, DsTile, KTile>(dq, a, b);
+          } else {
+            tile::gemm_mn_major<64, kKeys, T, Start::kAccumulate, DsTile, KTile>(dq, a, b);
+          }
+          ptx::wgmma_commit();
+          if (box == 0 && x == 0) {
+            if (loads_now) {
+              loader.load_step(step + kAhead);
+            }
+            __syncwarp();
+          }
+          ptx::wgmma_wait<0>();
+          ptx::pin(dq);
+          if (box == kNumBoxes - 1 && lane == 0) {
+            ptx::mbarrier_arrive(shared.ds_empty(stage));
+          }
+        }
+        if (p.dq_accumulator != nullptr) {
+          add_dq(accumulator() + box * 1024, dq);
+        }
+      }
+    }
+    walk.advance();
+  }
+  if (lane == 0) {
+    ptx::mbarrier_arrive(shared.done());
+  }
+}
+
+}  // namespace flashgrad::sm90

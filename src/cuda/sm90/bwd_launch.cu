@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+// Implements bwd_launch.hpp: picks the variant, cuts the workspace, fills the parameters and
+// launches prepare, main and finish, chained by programmatic dependent launch.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cuda/common/launch.hpp"
+#include "cuda/common/tensor_map.hpp"
+#include "cuda/sm90/bwd_finish.cuh"
+#include "cuda/sm90/bwd_kernels.hpp"
+#include "cuda/sm90/bwd_launch.hpp"
+#include "cuda/sm90/bwd_prepare.cuh"
+
+namespace flashgrad::sm90 {
+namespace {
+
+constexpr int kNumVariants = static_cast<int>(std::size(kBwdConfigs));
+
+// Clusters halve the traffic with the L2, but their CTAs walk the query blocks of both: with a band
+// that costs two steps a tile, so it pays for long sequences. H200, d128, whole calls without /
+// with, cool: full 16k 682 / 716, 4k 608 / 632, 1k 426 / 437; causal 16k 669 / 691, 4k 542 / 545,
+// 1k 302 / 284.
+bool wants_cluster(const Problem& p) {
+  const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
+  const bool half = p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom;
+  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= 4096));
+}
+
+// Head dims of bwd_wide.cuh and bwd_query.cuh.
+constexpr int kMaxHeadDim = 256;
+
+// The number of the narrowest variant that serves the problem, with clusters only where they pay,
+// or -1: then bwd_wide does.
+int find_variant(const Problem& p) {
+  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
+  int found = -1;
+  for (int i = 0; i < kNumVariants; ++i) {
+    const BwdConfig& config = kBwdConfigs[i];
+    const bool serves = config.head_dim >= width && config.softcap == (p.softcap > 0) &&
+                        (config.cluster == 1 || wants_cluster(p));
+    if (serves && (found < 0 || (config.head_dim == kBwdConfigs[found].head_dim &&
+                                 config.cluster > kBwdConfigs[found].cluster))) {
+      found = i;
+    }
+  }
+  return found;
+}
+
+// Which kernels run.
+struct Plan {
+  int variant = -1;          // of the main kernel; -1: bwd_wide
+  bool separate_dq = false;  // by bwd_query: deterministic, a wide head, or nothing but dq
+  int padded_head_dim = 0;
+
+  [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
+};
+
+Plan make_plan(const Problem& p) {
+  Plan plan;
+  plan.variant = find_variant(p);
+  plan.separate_dq =
+      p.wants_dq && (plan.variant < 0 || p.deterministic || !(p.wants_dk || p.wants_dv));
+  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
+  plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
+                         : width <= 64                          ? 64
+                         : width <= 128                         ? 128
+                                                                : kMaxHeadDim;
+  return plan;
+}
+
+// The pieces of the workspace, as offsets from its aligned start.
+struct Layout {
+  std::int64_t num_q_blocks = 0;
+  std::size_t neg_lse_log2 = 0;
+  std::size_t neg_delta = 0;
+  std::size_t unreadable = 0;
+  std::size_t dsink_partial = 0;
+  std::size_t dq_accumulator = 0;
+  std::size_t bytes = 0;  // alignment of the start included
+};
+
+constexpr std::size_t kAlignment = 256;
+
+Layout make_layout(const Problem& p, const Plan& plan) {
+  Layout layout;
+  layout.num_q_blocks = num_blocks(p.packed, p.batch, p.seqlen_q, kBlockM);
+  std::size_t end = 0;
+  const auto take = [&end](std::int64_t bytes) {
+    const std::size_t begin = end;
+    end += (static_cast<std::size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment;
+    return begin;
+  };
+  const std::int64_t blocks = p.heads_q * layout.num_q_blocks;
+  layout.neg_lse_log2 = take(blocks * kBlockM * 4);
+  layout.neg_delta = take(blocks * kBlockM * 4);
+  layout.unreadable = take(blocks * 4);
+  layout.dsink_partial = p.wants_dsinks ? take(blocks * 4) : 0;
+  layout.dq_accumulator =
+      plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
+  layout.bytes = end > 0 ? end + kAlignment : 0;
+  return layout;
+}
+
+// Units (key heads) whose q, dout and dq stay in the L2 together. H200, causal: 32 MB of its 60 MB
+// measure best at 4k and 16k.
+std::int64_t section_size(const Problem& p, int l2_bytes) {
+  const std::int64_t unit_bytes = p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
+  return std::max<std::int64_t>(
+      1, l2_bytes * std::int64_t{8} / 15 / std::max<std::int64_t>(1, unit_bytes));
+}
+
+template <class Out>
+Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
+                     const BwdFinishParams& params) {
+  switch (head_dim) {
+    case 64:
+      return cuda::launch("sm90 backward finish", bwd_finish<Out, 64>, shape, stream, params);
+    case 128:
+      return cuda::launch("sm90 backward finish", bwd_finish<Out, 128>, shape, stream, params);
+    default:
+      return {FG_INTERNAL_ERROR, "sm90 backward: no finish for this head_dim"};
+  }
+}
+
+// A map of the tensor if the copy engine can address it; `bit` of `mapped` says so.
+Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows, std::uint32_t bit,
+                CUtensorMap* map, std::uint32_t* mapped) {
+  if (!cuda::can_map(tensor, extents)) {
+    return {};
+  }
+  *mapped |= bit;
+  return cuda::encode_map(tensor, extents, box_rows, map);
+}
+
+// All four maps; K and V in boxes of `kv_rows`.
+Status make_maps(const Problem& p, const Args& args, int kv_rows, BwdMaps* maps,
+                 std::uint32_t* mapped) {
+  const std::int64_t batch = p.packed ? 1 : p.batch;
+  FG_RETURN_IF_ERROR(make_map(args.q, {batch, p.seqlen_q, p.heads_q, p.head_dim}, kBlockM, kMapQ,
+                              &maps->q, mapped));
+  FG_RETURN_IF_ERROR(make_map(args.k, {batch, p.seqlen_kv, p.heads_kv, p.head_dim}, kv_rows, kMapK,
+                              &maps->k, mapped));
+  FG_RETURN_IF_ERROR(make_map(args.v, {batch, p.seqlen_kv, p.heads_kv, p.head_dim_v}, kv_rows,
+                              kMapV, &maps->v, mapped));
+  return make_map(args.dout, {batch, p.seqlen_q, p.heads_q, p.head_dim_v}, kBlockM, kMapDout,
+                  &maps->dout, mapped);
+}
+
+struct Scales {
+  float scale;
+  float log2;
+  float softcap;
+};
+
+Scales make_scales(const Problem& p) {
+  constexpr double kLog2E = 1.4426950408889634;
+  Scales scales{static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2E), 0};
+  if (p.softcap > 0) {
+    scales.log2 = static_cast<float>(p.softcap * kLog2E);
+    scales.softcap = static_cast<float>(p.scale / p.softcap);
+  } else if (p.scale == 0) {
+    // Not 0, so that a masked logit of infinity stays one.
+    scales.log2 = std::numeric_limits<float>::min();
+  }
+  return scales;
+}
+
+Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
+                float* dq_accumulator, int l2_bytes) {
+  const bool wide = plan.variant < 0;
+  const int block_n = wide ? 64 : kBwdConfigs[plan.variant].block_n();
+  const int cluster = wide ? 1 : kBwdConfigs[plan.variant].cluster;
+  const Scales scales = make_scales(p);
+  BwdParams params{};
+  params.sequences = make_sequences(p, args);
+  params.heads_kv = p.heads_kv;
+  params.group = p.group();
+  params.head_dim = p.head_dim;
+  params.head_dim_v = p.head_dim_v;
+  params.num_kv_blocks =
+      num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, block_n * cluster);
+  params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
+  params.section = section_size(p, l2_bytes);
+  params.q = args.q;
+  params.k = args.k;
+  params.v = args.v;
+  params.dout = args.dout;
+  params.dk = p.wants_dk ? args.dk : Tensor{};
+  params.dv = p.wants_dv ? args.dv : Tensor{};
+  params.rows = rows;
+  params.dq_accumulator = dq_accumulator;
+  params.scale = scales.scale;
+  params.scale_log2 = scales.log2;
+  params.scale_softcap = scales.softcap;
+  BwdMaps maps{};
+  FG_RETURN_IF_ERROR(make_maps(p, args, block_n, &maps, &params.mapped));
+  return wide ? launch_bwd_wide(p.softcap > 0, p.dtype, maps, params, args.stream)
+              : launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
+}
+
+Status run_query(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
+                 int l2_bytes) {
+  const Scales scales = make_scales(p);
+  BwdQueryParams params{};
+  params.sequences = make_sequences(p, args);
+  params.heads_q = p.heads_q;
+  params.group = p.group();
+  params.head_dim = p.head_dim;
+  params.head_dim_v = p.head_dim_v;
+  params.num_q_tiles = num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, 128);
+  params.num_units = (p.packed ? 1 : p.batch) * p.heads_q;
+  // Heads whose keys and values stay in the L2 together.
+  const std::int64_t key_head_bytes = p.seqlen_kv * 2 * (p.head_dim + p.head_dim_v);
+  params.section = p.group() * std::max<std::int64_t>(
+                                   1, l2_bytes / 2 / std::max<std::int64_t>(1, key_head_bytes));
+  params.q = args.q;
+  params.k = args.k;
+  params.v = args.v;
+  params.dout = args.dout;
+  params.dq = args.dq;
+  params.num_blocks = rows.num_blocks;
+  params.neg_lse_log2 = rows.neg_lse_log2;
+  params.neg_delta = rows.neg_delta;
+  params.scale = scales.scale;
+  params.scale_log2 = scales.log2;
+  params.scale_softcap = scales.softcap;
+  BwdMaps maps{};
+  FG_RETURN_IF_ERROR(make_maps(p, args, 64, &maps, &params.mapped));
+  return launch_bwd_query(plan.padded_head_dim, p.softcap > 0, p.dtype, maps, params, args.stream);
+}
+
+template <class T>
+Status run(const Problem& p, const Args& args) {
+  const Plan plan = make_plan(p);
+  const Layout layout = make_layout(p, plan);
+  cuda::DeviceProperties device;
+  FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
+  const auto start =
+      (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
+  const auto at = [start](std::size_t offset) { return reinterpret_cast<float*>(start + offset); };
+
+  RowStatistics rows{};
+  rows.num_blocks = layout.num_q_blocks;
+  rows.neg_lse_log2 = at(layout.neg_lse_log2);
+  rows.neg_delta = at(layout.neg_delta);
+  rows.unreadable = reinterpret_cast<std::int32_t*>(start + layout.unreadable);
+  rows.dsink_partial = p.wants_dsinks ? at(layout.dsink_partial) : nullptr;
+  float* const dq_accumulator = plan.accumulates_dq(p) ? at(layout.dq_accumulator) : nullptr;
+  const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
+
+  const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
+                                 .heads_q = p.heads_q,
+                                 .head_dim_v = p.head_dim_v,
+                                 .out = args.out,
+                                 .dout = args.dout,
+                                 .lse = args.lse,
+                                 .dlse = args.dlse,
+                                 .sinks = static_cast<const float*>(args.sinks),
+                                 .rows = rows,
+                                 .dq_accumulator = dq_accumulator,
+                                 .block_floats = kBlockM * plan.padded_head_dim};
+  FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                                  {.num_ctas = q_tiles, .num_threads = kPrepareThreads},
+                                  args.stream, prepare));
+  if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
+    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, device.l2_bytes));
+  }
+  if (plan.separate_dq) {
+    FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
+  }
+  if (plan.accumulates_dq(p)) {
+    const BwdFinishParams finish{.sequences = make_sequences(p, args),
+                                 .heads_q = p.heads_q,
+                                 .head_dim = p.head_dim,
+                                 .num_blocks = layout.num_q_blocks,
+                                 .dq_accumulator = dq_accumulator,
+                                 .dq = args.dq,
+                                 .scale = static_cast<float>(p.scale)};
+    const cuda::LaunchShape shape{
+        .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
+    FG_RETURN_IF_ERROR(p.dq_dtype == DType::kF32
+                           ? launch_finish<float>(plan.padded_head_dim, shape, args.stream, finish)
+                           : launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
+  }
+  if (p.wants_dsinks) {
+    const BwdSinksParams sinks{.num_blocks = layout.num_q_blocks,
+                               .dsink_partial = rows.dsink_partial,
+                               .dsinks = static_cast<float*>(args.dsinks)};
+    FG_RETURN_IF_ERROR(cuda::launch("sm90 backward sinks", bwd_sinks,
+                                    {.num_ctas = p.heads_q, .num_threads = kSinksThreads},
+                                    args.stream, sinks));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status supports_backward(const Problem& p) {
+  if (std::max(p.head_dim, p.head_dim_v) > kMaxHeadDim) {
+    return unsupported("backward: head_dim " + std::to_string(p.head_dim) + " and head_dim_v " +
+                       std::to_string(p.head_dim_v) + ", want at most " +
+                       std::to_string(kMaxHeadDim));
+  }
+  return {};
+}
+
+WorkspaceSize backward_workspace_size(const Problem& p) {
+  const std::size_t bytes = make_layout(p, make_plan(p)).bytes;
+  return {bytes, bytes};
+}
+
+Status launch_backward(const Problem& p, const Args& args) {
+  return p.dtype == DType::kBF16 ? run<__nv_bfloat16>(p, args) : run<__half>(p, args);
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward, pass 1 of 3. Per row i of every query head:
+//   (1) delta_i = <dout_i, out_i>
+//   (2) neg_lse_log2_i = -lse_i * log2(e), neg_delta_i = dlse_i - delta_i
+//   (3) dsink_h += exp(sink_h - lse_i) * (dlse_i - delta_i), here summed over a block of 64 rows
+// and the block's dq accumulators are zeroed. Rows that see nothing, and rows with an infinite lse,
+// get -inf and 0 and their out and dout are not read; a block with such a row is marked, so that
+// the main kernel keeps its NaN away from the others.
+//
+// One CTA per (query block, head): 16 lanes read a row, 16 bytes each where strides allow it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/config.hpp"
+#include "cuda/sm90/params.hpp"
+
+namespace flashgrad::sm90 {
+
+inline constexpr int kPrepareThreads = 256;
+
+template <class T>
+__device__ __forceinline__ float dot_8(uint4 a, uint4 b) {
+  const T* x = reinterpret_cast<const T*>(&a);
+  const T* y = reinterpret_cast<const T*>(&b);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    sum = fmaf(static_cast<float>(x[i]), static_cast<float>(y[i]), sum);
+  }
+  return sum;
+}
+
+// <out, dout> of one row, the part of lane `lane` of 16. `wide`: 16-byte loads are legal.
+template <class T>
+__device__ __forceinline__ float partial_dot(const T* out, const T* dout, std::int64_t dout_stride,
+                                             std::int64_t columns, int lane, bool wide) {
+  float sum = 0;
+  if (wide) {
+    for (std::int64_t c = 8 * lane; c < columns; c += 8 * 16) {
+      sum += dot_8<T>(*reinterpret_cast<const uint4*>(out + c),
+                      *reinterpret_cast<const uint4*>(dout + c));
+    }
+  } else {
+    for (std::int64_t c = lane; c < columns; c += 16) {
+      sum = fmaf(static_cast<float>(out[c]), static_cast<float>(dout[c * dout_stride]), sum);
+    }
+  }
+  return sum;
+}
+
+__device__ __forceinline__ bool is_wide(const Tensor& t) {
+  return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.dim_stride == 1 &&
+         t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
+}
+
+template <class T>
+__global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
+    const __grid_constant__ BwdPrepareParams p) {
+  ptx::grid_dependency_launch();
+  const std::int64_t block = blockIdx.x / p.heads_q;
+  const std::int64_t head = blockIdx.x % p.heads_q;
+  const Sequences& s = p.sequences;
+  const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
+  const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
+  const SequenceSpan sequence = sequence_span(s, span);
+  const std::int64_t row_begin = (block - first) * kBlockM;
+  const std::int64_t slot = head * p.rows.num_blocks + block;
+
+  if (p.dq_accumulator != nullptr) {
+    float4* accumulator = reinterpret_cast<float4*>(p.dq_accumulator + slot * p.block_floats);
+    for (int i = static_cast<int>(threadIdx.x); i < p.block_floats / 4; i += kPrepareThreads) {
+      accumulator[i] = make_float4(0, 0, 0, 0);
+    }
+  }
+
+  const bool wide = p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
+  const int lane = static_cast<int>(threadIdx.x) % 16;
+  const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
+  float dsink = 0;
+  bool unreadable = false;
+  // The loads of four rows are issued together: first what decides whether a row is read, then the
+  // row.
+  constexpr int kRows = kBlockM * 16 / kPrepareThreads;
+  float lse[kRows];
+  float dlse[kRows];
+  bool readable[kRows];
+  float delta[kRows];
+  const std::int64_t b = sequence.batch_index;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const std::int64_t row =
+        row_begin + static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
+    const std::int64_t tensor_row = sequence.q.begin + row;
+    const bool exists = row < sequence.band.seqlen_q;
+    lse[i] = exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, tensor_row, head)]
+                    : INFINITY;
+    dlse[i] = exists && p.dlse
+                  ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, tensor_row, head)]
+                  : 0.0F;
+    readable[i] = exists && !sequence.band.kv_range(row, row + 1).empty();
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    readable[i] = readable[i] && !isinf(lse[i]);
+    delta[i] = 0;
+    if (readable[i] && p.dout) {
+      const std::int64_t tensor_row = sequence.q.begin + row_begin +
+                                      static_cast<int>(threadIdx.x) / 16 +
+                                      i * (kPrepareThreads / 16);
+      delta[i] =
+          partial_dot<T>(static_cast<const T*>(p.out.data) + p.out.offset(b, tensor_row, head),
+                         static_cast<const T*>(p.dout.data) + p.dout.offset(b, tensor_row, head),
+                         p.dout.dim_stride, p.head_dim_v, lane, wide);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
+#pragma unroll
+    for (int step = 8; step > 0; step /= 2) {
+      delta[i] += __shfl_xor_sync(0xffffffffU, delta[i], step);
+    }
+    if (lane == 0) {
+      constexpr float kLog2E = 1.4426950408889634F;
+      p.rows.neg_lse_log2[slot * kBlockM + r] = readable[i] ? -lse[i] * kLog2E : -INFINITY;
+      p.rows.neg_delta[slot * kBlockM + r] = readable[i] ? dlse[i] - delta[i] : 0.0F;
+      if (!isinf(lse[i]) && sink != -INFINITY) {
+        dsink += expf(sink - lse[i]) * (dlse[i] - delta[i]);
+      }
+      // Rows past the end of the tensor come as zeros from the copy engine.
+      unreadable |= !readable[i] && sequence.q.begin + row_begin + r < s.rows_q;
+    }
+  }
+  const int any_unreadable = __syncthreads_or(static_cast<int>(unreadable));
+  if (threadIdx.x == 0) {
+    p.rows.unreadable[slot] = any_unreadable;
+  }
+  if (p.rows.dsink_partial != nullptr) {
+    __shared__ float partial[kPrepareThreads / 16];
+    if (lane == 0) {
+      partial[threadIdx.x / 16] = dsink;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      float sum = 0;
+      for (const float x : partial) {
+        sum += x;
+      }
+      p.rows.dsink_partial[slot] = sum;
+    }
+  }
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// Masks of S^T, and gradients from registers to the caller's tensors: what several of the
+// backward's kernels do alike.
+#pragma once
+
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/key_tile.cuh"
+#include "cuda/tile/swizzle.hpp"
+
+namespace flashgrad::sm90 {
+
+// Puts `hidden`, for which (2) gives 0, where the band hides an element of S^T. `key` is the
+// tile-relative key of the lane's first row, `query` the query of its first column.
+__device__ __forceinline__ void mask_s(float (&s)[32], const KeyTile& tile, int key, int query,
+                                       float hidden) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int distance = key + 8 * half - query;
+    const int last = key + 8 * half < tile.keys_end ? distance - tile.lo : -1;
+    const int first = distance - tile.hi;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * j + c < first || 8 * j + c > last) {
+          s[4 * j + 2 * half + c] = hidden;
+        }
+      }
+    }
+  }
+}
+
+// 64 rows of an output: those from `row` on of (batch, head), of which `count` exist.
+struct OutputRows {
+  const Tensor& out;
+  int batch;
+  std::int64_t row;
+  int head;
+  int count;
+  int columns;
+};
+
+// The rows of dk or dv for the 64 keys of the tile from `key` on.
+__device__ __forceinline__ OutputRows gradient_rows(const Tensor& out, const KeyTile& tile, int key,
+                                                    std::int64_t columns) {
+  return {out,          tile.batch_index,         tile.kv_row + key,
+          tile.head_kv, tile.rows_to_write - key, static_cast<int>(columns)};
+}
+
+// Writes `factor` times a warpgroup's 64 x kColumns product, directly from registers if f32, else
+// through rows `staging_row` on of the swizzled tile at `staging`, which only this warpgroup uses
+// by then.
+template <int kColumns, int kTileRows, class T>
+__device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float factor,
+                                           const OutputRows& rows, std::uint32_t staging,
+                                           int staging_row, int named_barrier, int thread) {
+  using Tile = tile::SwizzledTile<kTileRows>;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  if (rows.out.dtype == DType::kF32) {
+    auto* base = static_cast<float*>(rows.out.data);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = warp * 16 + lane / 4 + 8 * half;
+      if (r < rows.count) {
+        float* destination = base + rows.out.offset(rows.batch, rows.row + r, rows.head);
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+          const int column = 8 * j + lane % 4 * 2;
+          if (column < rows.columns) {
+            destination[column] = d[4 * j + 2 * half] * factor;
+          }
+          if (column + 1 < rows.columns) {
+            destination[column + 1] = d[4 * j + 2 * half + 1] * factor;
+          }
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kColumns / 16; ++k) {
+    const auto at = static_cast<std::uint32_t>(
+        Tile::offset(staging_row + warp * 16 + lane % 16, 16 * k + lane / 16 * 8));
+    ptx::store_matrix(staging + at, ptx::pack<T>(d[8 * k] * factor, d[8 * k + 1] * factor),
+                      ptx::pack<T>(d[8 * k + 2] * factor, d[8 * k + 3] * factor),
+                      ptx::pack<T>(d[8 * k + 4] * factor, d[8 * k + 5] * factor),
+                      ptx::pack<T>(d[8 * k + 6] * factor, d[8 * k + 7] * factor));
+  }
+  ptx::named_barrier_sync<128>(named_barrier);
+  const bool wide = reinterpret_cast<std::uintptr_t>(rows.out.data) % 16 == 0 &&
+                    rows.out.row_stride % 8 == 0 && rows.out.head_stride % 8 == 0 &&
+                    rows.out.batch_stride % 8 == 0;
+  auto* base = static_cast<std::uint16_t*>(rows.out.data);
+#pragma unroll 4
+  for (int i = thread; i < 64 * (kColumns / 8); i += 128) {
+    const int r = i / (kColumns / 8);
+    const int column = i % (kColumns / 8) * 8;
+    if (r < rows.count && column < rows.columns) {
+      const uint4 loaded = ptx::load_shared_uint4(
+          staging + static_cast<std::uint32_t>(Tile::offset(staging_row + r, column)));
+      const std::uint32_t values[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      std::uint16_t* destination =
+          base + rows.out.offset(rows.batch, rows.row + r, rows.head) + column;
+      if (wide && column + 8 <= rows.columns) {
+        *reinterpret_cast<uint4*>(destination) = loaded;
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          if (column + c < rows.columns) {
+            destination[c] = static_cast<std::uint16_t>(values[c / 2] >> (c % 2 * 16));
+          }
+        }
+      }
+    }
+  }
+}
+
+// dk = dv = 0 for keys that no query sees.
+__device__ __forceinline__ void store_zeros(const Tensor& out, const KeyTile& tile, int columns) {
+  const auto total = static_cast<std::int64_t>(tile.rows_to_write) * columns;
+  for (std::int64_t i = threadIdx.x; i < total; i += blockDim.x) {
+    const std::int64_t at =
+        out.offset(tile.batch_index, tile.kv_row + i / columns, tile.head_kv) + i % columns;
+    if (out.dtype == DType::kF32) {
+      static_cast<float*>(out.data)[at] = 0;
+    } else {
+      static_cast<std::uint16_t*>(out.data)[at] = 0;
+    }
+  }
+}
+
+// 2^(capped logit) of (2) in bwd.cuh and, with softcap, the factor of (4).
+template <bool kSoftcap>
+__device__ __forceinline__ float exponentiate(float s, float neg_lse_log2, float scale_log2,
+                                              float scale_softcap, float* factor) {
+  if constexpr (kSoftcap) {
+    // tanh(a) = 1 - 2 / (1 + exp(2 a)). A masked logit is told by its value, since it would be
+    // capped.
+    constexpr float kTwoLog2E = 2.8853900817779268F;
+    const float t =
+        1.0F - __fdividef(2.0F, 1.0F + ptx::exp2_approx(s * (scale_softcap * kTwoLog2E)));
+    *factor = 1.0F - t * t;
+    s = s == -INFINITY ? s : t;
+  }
+  return ptx::exp2_approx(fmaf(s, scale_log2, neg_lse_log2));
+}
+
+// What mask_s puts where nothing is visible.
+template <bool kSoftcap>
+__device__ __forceinline__ float hidden_logit(float scale_log2) {
+  return kSoftcap ? -INFINITY : copysignf(INFINITY, -scale_log2);
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shapes of the backward's kernels as values: tiles, stages, registers, and what follows from
+// them.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/tile/swizzle.hpp"
+
+namespace flashgrad::sm90 {
+
+// Queries of a block, in every backward kernel, in the statistics and in the dq accumulators.
+inline constexpr int kBlockM = 64;
+
+// The backward for head dims up to 128: two consumer warpgroups make S, P, dP, dS, dV and dK of
+// `key_blocks` x 64 keys each; a third warpgroup issues the loads and makes dq.
+struct BwdConfig {
+  int head_dim;    // of q and k, padded to a multiple of 64
+  int key_blocks;  // blocks of 64 keys per consumer warpgroup
+  int cluster;    // 2: CTAs of neighbouring keys share Q and dO, and each makes half the columns of
+                  // dq
+  int q_stages;   // of Q and lse
+  int do_stages;  // of dO and delta
+  int ds_stages;  // of dS on its way to the dq warpgroup, 128 keys each
+  bool ping_pong;  // the consumers take turns at issuing products
+  bool in_place;   // dP takes the registers of S, and dS those of P once dV has read them
+  bool softcap;
+  int consumer_registers;
+  int dq_registers;
+
+  static constexpr int kConsumers = 2;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kKeysPerDs = 64 * kConsumers;
+
+  constexpr int block_n() const { return 64 * kConsumers * key_blocks; }
+  constexpr int kv_bytes() const { return block_n() * head_dim * 2; }
+  constexpr int q_bytes() const { return kBlockM * head_dim * 2; }
+  constexpr int ds_bytes() const { return kKeysPerDs * kBlockM * 2; }
+  // With a cluster: half the columns of the peer's K, and its dS.
+  constexpr int peer_k_bytes() const { return cluster == 2 ? kv_bytes() / 2 : 0; }
+  constexpr int peer_ds_bytes() const { return cluster == 2 ? ds_bytes() : 0; }
+
+  // Offsets in shared memory.
+  constexpr int k_offset() const { return 0; }
+  constexpr int v_offset() const { return k_offset() + kv_bytes(); }
+  constexpr int peer_k_offset() const { return v_offset() + kv_bytes(); }
+  constexpr int q_offset() const { return peer_k_offset() + peer_k_bytes(); }
+  constexpr int do_offset() const { return q_offset() + q_stages * q_bytes(); }
+  constexpr int ds_offset() const { return do_offset() + do_stages * q_bytes(); }
+  constexpr int peer_ds_offset() const { return ds_offset() + ds_stages * ds_bytes(); }
+  constexpr int lse_offset() const { return peer_ds_offset() + ds_stages * peer_ds_bytes(); }
+  constexpr int delta_offset() const { return lse_offset() + q_stages * kBlockM * 4; }
+  // With softcap: 1 - (s / softcap)^2 of the step, 64 bytes a consumer thread.
+  constexpr int factor_offset() const { return delta_offset() + do_stages * kBlockM * 4; }
+  constexpr int factor_bytes() const { return softcap ? kConsumers * 128 * 64 : 0; }
+  constexpr int barrier_offset() const { return factor_offset() + factor_bytes(); }
+  constexpr int num_barriers() const {
+    return 6 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
+  }
+  constexpr int info_offset() const { return barrier_offset() + 8 * num_barriers(); }
+  static constexpr int kInfoBytes = 160;
+  // Dynamic shared memory starts at a multiple of 16; the tiles are aligned by hand.
+  constexpr int shared_bytes() const { return info_offset() + kInfoBytes + tile::kTileAlignment; }
+
+  constexpr bool valid() const {
+    return head_dim % 64 == 0 && shared_bytes() <= 227 * 1024 && block_n() <= 256 &&
+           kConsumers * consumer_registers + dq_registers <= 504 && consumer_registers % 8 == 0 &&
+           dq_registers % 8 == 0 && (cluster == 1 || (head_dim == 128 && key_blocks == 1)) &&
+           (ds_stages & (ds_stages - 1)) == 0;
+  }
+};
+
+// The variants by number, since nvcc's host stubs can't spell a class-type template argument.
+enum class BwdVariant : int {
+#define FG_BWD_VARIANT(name, ...) name,
+#include "cuda/sm90/variants.def"
+#undef FG_BWD_VARIANT
+};
+
+inline constexpr BwdConfig kBwdConfigs[] = {
+#define FG_BWD_VARIANT(name, ...) BwdConfig{__VA_ARGS__},
+#include "cuda/sm90/variants.def"
+#undef FG_BWD_VARIANT
+};
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shapes of the forward's kernels as values: tiles, stages, registers, and what follows from
+// them.
+#pragma once
+
+#include <iterator>
+
+#include "cuda/tile/swizzle.hpp"
+
+namespace flashgrad::sm90 {
+
+struct FwdConfig {
+  int head_dim;       // of q and k; what is narrower is padded with zeros by the copy engine
+  int head_dim_v;     // of v and out
+  int num_consumers;  // warpgroups with 64 query rows each
+  int block_n;        // keys of a step
+  int stages;         // of K, and as many of V; a power of 2
+  bool ping_pong;     // a consumer issues its products only after the one before it has
+  bool late_wait;     // O is waited for after the exponentials, not before them
+
+  constexpr int block_m() const { return 64 * num_consumers; }
+  // A warpgroup for the loads and the schedule comes first.
+  constexpr int threads() const { return 128 * (num_consumers + 1); }
+  // 64 K registers are 504 per slot of three warpgroups and 512 per slot of four.
+  constexpr int consumer_registers() const { return num_consumers == 2 ? 232 : 160; }
+  constexpr int producer_registers() const { return num_consumers == 2 ? 40 : 32; }
+
+  static constexpr int boxes(int columns) {
+    return (columns + tile::kBoxColumns - 1) / tile::kBoxColumns;
+  }
+  static constexpr int bytes(int rows, int columns) {
+    return boxes(columns) * rows * tile::kBoxRowBytes;
+  }
+  constexpr int q_bytes() const { return bytes(block_m(), head_dim); }
+  constexpr int k_bytes() const { return bytes(block_n, head_dim); }
+  constexpr int v_bytes() const { return bytes(block_n, head_dim_v); }
+
+  // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
+  constexpr int q_offset() const { return 0; }
+  constexpr int k_offset() const { return q_offset() + q_bytes(); }
+  constexpr int v_offset() const { return k_offset() + stages * k_bytes(); }
+  constexpr int row_keys_offset() const { return v_offset() + stages * v_bytes(); }
+  constexpr int tiles_offset() const { return row_keys_offset() + 2 * 8 * block_m(); }
+  static constexpr int kTileBytes = 208;
+  constexpr int barrier_offset() const { return tiles_offset() + 2 * kTileBytes; }
+  constexpr int num_barriers() const { return 7 + 4 * stages; }
+  constexpr int shared_bytes() const { return barrier_offset() + 8 * num_barriers(); }
+
+  // S, P as operands and O of a consumer thread, and what wgmma itself takes (registers begin at
+  // 24, two more are reserved).
+  constexpr int live_registers() const {
+    return 24 + block_n / 2 + block_n / 4 + head_dim_v / 2 + 2;
+  }
+  constexpr bool valid() const {
+    return shared_bytes() <= 227 * 1024 && live_registers() <= consumer_registers() &&
+           block_n % 16 == 0 && block_n <= 128 && head_dim % 16 == 0 && head_dim_v % 32 == 0 &&
+           (stages & (stages - 1)) == 0 && num_consumers <= 3;
+  }
+};
+
+// The variants by number, since nvcc's host stubs can't spell a class-type template argument.
+enum class FwdVariant : int {
+#define FG_FWD_VARIANT(name, ...) name,
+#include "cuda/sm90/fwd_variants.def"
+#undef FG_FWD_VARIANT
+};
+
+inline constexpr FwdConfig kFwdConfigs[] = {
+#define FG_FWD_VARIANT(name, ...) FwdConfig{__VA_ARGS__},
+#include "cuda/sm90/fwd_variants.def"
+#undef FG_FWD_VARIANT
+};
+
+constexpr const FwdConfig& fwd_config(FwdVariant variant) {
+  return kFwdConfigs[static_cast<int>(variant)];
+}
+
+}  // namespace flashgrad::sm90

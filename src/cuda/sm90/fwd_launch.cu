@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// Implements fwd_launch.hpp: picks the variant, cuts the workspace, fills the parameters and
+// launches.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+
+#include "cuda/common/launch.hpp"
+#include "cuda/common/tensor_map.hpp"
+#include "cuda/sm90/fwd.cuh"
+#include "cuda/sm90/fwd_launch.hpp"
+#include "cuda/sm90/fwd_prepare.cuh"
+
+namespace flashgrad::sm90 {
+namespace {
+
+constexpr int kNumVariants = static_cast<int>(std::size(kFwdConfigs));
+
+// The number of the first variant that is wide enough, or -1.
+int find_variant(const Problem& p) {
+  for (int i = 0; i < kNumVariants; ++i) {
+    if (kFwdConfigs[i].head_dim >= p.head_dim && kFwdConfigs[i].head_dim_v >= p.head_dim_v) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+// The products take the maximum of scores before they are scaled, which a scale of 0 or less would
+// turn around.
+// Nor may a scale vanish in f32: a masked score of -inf times 0 is NaN.
+constexpr double kLog2E = 1.4426950408889634;
+bool needs_score_function(const Problem& p) {
+  return p.softcap > 0 || p.scale * kLog2E < std::numeric_limits<float>::min();
+}
+
+std::int64_t num_query_blocks(const Problem& p, int block_m) {
+  return p.packed ? p.seqlen_q / block_m + p.batch : (p.seqlen_q + block_m - 1) / block_m;
+}
+
+// The pieces of the workspace, as offsets from its aligned start.
+constexpr std::size_t kAlignment = 256;
+constexpr std::size_t kNextWork = 0;
+constexpr std::size_t kScheduleSize = 4;
+constexpr std::size_t kSchedule = kAlignment;
+
+constexpr std::size_t round_up(std::size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+std::size_t copies_offset(const Problem& p, int block_m) {
+  return kSchedule + (p.packed ? round_up(static_cast<std::size_t>(num_query_blocks(p, block_m)) *
+                                          sizeof(FwdScheduleEntry))
+                               : 0);
+}
+
+cuda::Extents query_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_q, p.heads_q, p.head_dim};
+}
+cuda::Extents key_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim};
+}
+cuda::Extents value_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim_v};
+}
+
+std::int64_t padded_columns(const cuda::Extents& e) { return (e.columns + 7) / 8 * 8; }
+std::size_t copy_bytes(const cuda::Extents& e) {
+  return round_up(static_cast<std::size_t>(e.batch * e.rows * e.heads * padded_columns(e) * 2));
+}
+
+// A tensor that the copy engine cannot address is copied into the workspace, if there is room; else
+// the kernel loads it element by element.
+Status copy_if_room(const cuda::Extents& e, void* stream, Tensor* tensor, std::uint8_t** room,
+                    std::size_t* bytes_left) {
+  const std::size_t bytes = copy_bytes(e);
+  if (cuda::can_map(*tensor, e) || bytes > *bytes_left) {
+    return {};
+  }
+  const FwdCopyParams params{.source = *tensor,
+                             .destination = reinterpret_cast<std::uint16_t*>(*room),
+                             .rows = e.rows,
+                             .heads = e.heads,
+                             .columns = e.columns,
+                             .num_vectors = e.batch * e.rows * e.heads};
+  constexpr std::int64_t kWarps = kFwdCopyThreads / 32;
+  constexpr std::int64_t kMaxCtas = 4096;
+  FG_RETURN_IF_ERROR(
+      cuda::launch("sm90 forward copy", fwd_copy,
+                   {.num_ctas = std::min((params.num_vectors + kWarps - 1) / kWarps, kMaxCtas),
+                    .num_threads = kFwdCopyThreads},
+                   stream, params));
+  tensor->data = *room;
+  tensor->head_stride = padded_columns(e);
+  tensor->row_stride = tensor->head_stride * e.heads;
+  tensor->batch_stride = tensor->row_stride * e.rows;
+  *room += bytes;
+  *bytes_left -= bytes;
+  return {};
+}
+
+Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows, std::uint32_t bit,
+                CUtensorMap* map, std::uint32_t* mapped) {
+  if (!cuda::can_map(tensor, extents)) {
+    return {};
+  }
+  *mapped |= bit;
+  return cuda::encode_map(tensor, extents, box_rows, map);
+}
+
+// Units whose keys and values are in use at a time: half of the L2, the rest is for what streams
+// through. H200, d128 causal 16k.
+std::int64_t units_per_section(const Problem& p, int l2_bytes) {
+  const std::int64_t bytes_per_head =
+      std::max<std::int64_t>(1, p.seqlen_kv * (p.head_dim + p.head_dim_v) * 2);
+  return std::max<std::int64_t>(1, l2_bytes / 2 / bytes_per_head) * p.group();
+}
+
+FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& config, int l2_bytes) {
+  FwdParams params{};
+  params.sequences = make_sequences(p, args);
+  params.out = args.out;
+  params.lse = args.lse;
+  params.sinks = static_cast<const float*>(args.sinks);
+  params.head_dim = static_cast<std::int32_t>(p.head_dim);
+  params.head_dim_v = static_cast<std::int32_t>(p.head_dim_v);
+  params.heads_q = static_cast<std::uint32_t>(p.heads_q);
+  params.group = static_cast<std::uint32_t>(p.group());
+  params.num_m_blocks = static_cast<std::uint32_t>(num_query_blocks(p, config.block_m()));
+  params.order = make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, l2_bytes));
+  params.last_block_first = p.mask.right < kUnboundedFrom;
+  params.out_vectors =
+      reinterpret_cast<std::uintptr_t>(args.out.data) % 16 == 0 && p.head_dim_v % 8 == 0 &&
+      (args.out.batch_stride | args.out.row_stride | args.out.head_stride) % 8 == 0;
+  params.clear_values = p.packed || p.has_seqused_kv;
+  params.scale_log2 = static_cast<float>(p.scale * kLog2E);
+  if (p.softcap > 0) {
+    params.scale_softcap = static_cast<float>(p.scale / p.softcap);
+    params.softcap_log2 = static_cast<float>(p.softcap * kLog2E);
+  }
+  return params;
+}
+
+template <FwdVariant kVariant, class T>
+Status launch_main(bool score_function, std::int64_t num_ctas, const FwdMaps& maps,
+                   const FwdParams& params, void* stream) {
+  constexpr FwdConfig kConfig = fwd_config(kVariant);
+  const cuda::LaunchShape shape{.num_ctas = num_ctas,
+                                .num_threads = kConfig.threads(),
+                                .shared_bytes = kConfig.shared_bytes()};
+  return score_function ? cuda::launch("sm90 forward", fwd_main<kVariant, true, T>, shape, stream,
+                                       maps, params)
+                        : cuda::launch("sm90 forward", fwd_main<kVariant, false, T>, shape, stream,
+                                       maps, params);
+}
+
+template <class T>
+Status launch_main(int variant, bool score_function, std::int64_t num_ctas, const FwdMaps& maps,
+                   const FwdParams& params, void* stream) {
+  switch (static_cast<FwdVariant>(variant)) {
+#define FG_FWD_VARIANT(name, ...) \
+  case FwdVariant::name:          \
+    return launch_main<FwdVariant::name, T>(score_function, num_ctas, maps, params, stream);
+#include "cuda/sm90/fwd_variants.def"
+#undef FG_FWD_VARIANT
+  }
+  return {FG_INTERNAL_ERROR, "sm90 forward: no such variant"};
+}
+
+}  // namespace
+
+Status supports_forward(const Problem& p) {
+  const int variant = find_variant(p);
+  if (variant < 0) {
+    return unsupported("forward: head_dim " + std::to_string(p.head_dim) + " and head_dim_v " +
+                       std::to_string(p.head_dim_v) + ", want at most 256");
+  }
+  const std::int64_t units = (p.packed ? 1 : p.batch) * p.heads_q;
+  constexpr std::int64_t kMaxTiles = INT32_MAX;
+  const std::int64_t blocks =
+      std::max<std::int64_t>(1, num_query_blocks(p, kFwdConfigs[variant].block_m()));
+  if (units > kMaxTiles / blocks) {
+    return unsupported("forward: more than 2^31 - 1 tiles");
+  }
+  return {};
+}
+
+WorkspaceSize forward_workspace_size(const Problem& p) {
+  const std::size_t minimum = copies_offset(p, kFwdConfigs[find_variant(p)].block_m()) + kAlignment;
+  // Compact tensors of other widths are not addressable.
+  std::size_t copies = 0;
+  if (p.head_dim % 8 != 0) {
+    copies += copy_bytes(query_extents(p)) + copy_bytes(key_extents(p));
+  }
+  if (p.head_dim_v % 8 != 0) {
+    copies += copy_bytes(value_extents(p));
+  }
+  return {minimum, minimum + copies};
+}
+
+Status launch_forward(const Problem& p, const Args& args) {
+  const std::int64_t num_rows = (p.packed ? 1 : p.batch) * p.seqlen_q;
+  if (num_rows == 0 || p.heads_q == 0) {
+    return {};
+  }
+  const int variant = find_variant(p);
+  const FwdConfig& config = kFwdConfigs[variant];
+  cuda::DeviceProperties device;
+  FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
+  const std::uintptr_t start =
+      (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
+  auto* room = reinterpret_cast<std::uint8_t*>(start + copies_offset(p, config.block_m()));
+  std::size_t bytes_left = reinterpret_cast<std::uintptr_t>(args.workspace) + args.workspace_bytes -
+                           reinterpret_cast<std::uintptr_t>(room);
+
+  FwdParams params = make_params(p, args, config, device.l2_bytes);
+  params.q = args.q;
+  params.k = args.k;
+  params.v = args.v;
+  FwdMaps maps{};
+  if (p.seqlen_kv > 0 && p.batch > 0) {
+    FG_RETURN_IF_ERROR(copy_if_room(query_extents(p), args.stream, &params.q, &room, &bytes_left));
+    FG_RETURN_IF_ERROR(copy_if_room(key_extents(p), args.stream, &params.k, &room, &bytes_left));
+    FG_RETURN_IF_ERROR(copy_if_room(value_extents(p), args.stream, &params.v, &room, &bytes_left));
+    FG_RETURN_IF_ERROR(
+        make_map(params.q, query_extents(p), config.block_m(), kFwdMapQ, &maps.q, &params.mapped));
+    FG_RETURN_IF_ERROR(
+        make_map(params.k, key_extents(p), config.block_n, kFwdMapK, &maps.k, &params.mapped));
+    FG_RETURN_IF_ERROR(
+        make_map(params.v, value_extents(p), config.block_n, kFwdMapV, &maps.v, &params.mapped));
+  }
+  params.next_work = reinterpret_cast<std::uint32_t*>(start + kNextWork);
+  auto* const schedule_size = reinterpret_cast<std::uint32_t*>(start + kScheduleSize);
+  auto* const schedule = reinterpret_cast<FwdScheduleEntry*>(start + kSchedule);
+  if (p.packed) {
+    params.schedule = schedule;
+    params.schedule_size = schedule_size;
+  }
+  if (p.packed || p.has_seqused_q) {
+    const FwdPrepareParams prepare{.sequences = params.sequences,
+                                   .out = args.out,
+                                   .lse = args.lse,
+                                   .heads_q = p.heads_q,
+                                   .head_dim_v = p.head_dim_v,
+                                   .num_rows = num_rows,
+                                   .max_seqlen_kv = p.max_seqlen_kv,
+                                   .block_m = config.block_m(),
+                                   .capacity = params.num_m_blocks,
+                                   .schedule = p.packed ? schedule : nullptr,
+                                   .schedule_size = schedule_size,
+                                   .next_work = params.next_work};
+    constexpr std::int64_t kWarps = kFwdPrepareThreads / 32;
+    const std::int64_t ctas =
+        std::min<std::int64_t>((num_rows + kWarps - 1) / kWarps, 2 * device.num_multiprocessors);
+    FG_RETURN_IF_ERROR(cuda::launch("sm90 forward prepare", fwd_prepare,
+                                    {.num_ctas = 1 + ctas, .num_threads = kFwdPrepareThreads},
+                                    args.stream, prepare));
+  } else {
+    FG_RETURN_IF_ERROR(cuda::check(cudaMemsetAsync(params.next_work, 0, sizeof(std::uint32_t),
+                                                   static_cast<cudaStream_t>(args.stream)),
+                                   "sm90 forward work list"));
+  }
+  const std::int64_t tiles =
+      static_cast<std::int64_t>(params.num_m_blocks) * params.order.num_units;
+  const std::int64_t num_ctas = std::min<std::int64_t>(tiles, device.num_multiprocessors);
+  return p.dtype == DType::kBF16 ? launch_main<__nv_bfloat16>(variant, needs_score_function(p),
+                                                              num_ctas, maps, params, args.stream)
+                                 : launch_main<__half>(variant, needs_score_function(p), num_ctas,
+                                                       maps, params, args.stream);
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a number of the work list to a tile of the forward: which rows of which head, which key
+// blocks, which of them need a mask.
+#pragma once
+
+#include <cstdint>
+
+#include "core/mask.hpp"
+#include "cuda/sm90/fwd_params.hpp"
+#include "cuda/sm90/fwd_schedule.hpp"
+
+namespace flashgrad::sm90 {
+
+// What the scheduler tells the others through shared memory.
+struct FwdTile {
+  Band band;
+  FwdBlocks blocks;          // of all rows: what is loaded
+  FwdBlocks part_blocks[3];  // of the 64 rows of each consumer
+  std::int64_t out_offset;   // of the tile's first row
+  std::int64_t lse_offset;   // likewise
+  std::int64_t q_offset, k_offset,
+      v_offset;           // of the tile's first row, of the sequence's first key
+  std::int32_t m_begin;   // first row, counted in its sequence
+  std::int32_t num_rows;  // rows that exist; negative: no more work
+  std::int32_t head;
+  std::int32_t q_row, kv_row, head_kv, batch;  // coordinates in the tensors
+};
+
+// By a warp. Also writes, for each row, the first key it sees and the one behind the last. Returns
+// false if there is no such tile.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work, FwdTile* tile,
+                                          int2* row_keys, int lane) {
+  const std::uint32_t num_m_blocks = p.schedule != nullptr ? *p.schedule_size : p.num_m_blocks;
+  if (work >= num_m_blocks * p.order.num_units) {
+    tile->num_rows = -1;
+    return false;
+  }
+  const auto [unit, rank] = work_item(p.order, num_m_blocks, work);
+  std::uint32_t m_block = p.last_block_first ? num_m_blocks - 1 - rank : rank;
+  std::uint32_t span = unit / p.heads_q;
+  if (p.schedule != nullptr) {
+    span = static_cast<std::uint32_t>(p.schedule[rank].span);
+    m_block = static_cast<std::uint32_t>(p.schedule[rank].m_block);
+  }
+  const auto head = static_cast<std::int32_t>(unit % p.heads_q);
+  const auto head_kv = static_cast<std::int32_t>(unit % p.heads_q / p.group);
+  const SequenceSpan s = sequence_span(p.sequences, span);
+  const std::int32_t m_begin = static_cast<std::int32_t>(m_block) * kBlockM;
+
+  if (lane < kBlockM / 64) {
+    tile->part_blocks[lane] =
+        key_blocks<kBlockN>(s.band, m_begin + 64 * lane, m_begin + 64 * lane + 64);
+  }
+#pragma unroll 1
+  for (int row = lane; row < kBlockM; row += 32) {
+    const Range keys = s.band.kv_range(m_begin + row, m_begin + row + 1);
+    row_keys[row] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
+  }
+  tile->band = s.band;
+  tile->blocks = key_blocks<kBlockN>(s.band, m_begin, m_begin + kBlockM);
+  tile->m_begin = m_begin;
+  tile->num_rows = max(min(kBlockM, static_cast<std::int32_t>(s.band.seqlen_q) - m_begin), 0);
+  tile->head = head;
+  tile->head_kv = head_kv;
+  tile->batch = static_cast<std::int32_t>(s.batch_index);
+  tile->q_row = static_cast<std::int32_t>(s.q.begin) + m_begin;
+  tile->kv_row = static_cast<std::int32_t>(s.kv.begin);
+  tile->out_offset = p.out.offset(s.batch_index, s.q.begin + m_begin, head);
+  tile->lse_offset = p.lse.offset(s.batch_index, s.q.begin + m_begin, head);
+  tile->q_offset = p.q.offset(s.batch_index, s.q.begin + m_begin, head);
+  tile->k_offset = p.k.offset(s.batch_index, s.kv.begin, head_kv);
+  tile->v_offset = p.v.offset(s.batch_index, s.kv.begin, head_kv);
+  return true;
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the backward's kernels are told. Plain structs, passed as __grid_constant__.
+#pragma once
+
+#include <cstdint>
+
+#include "core/problem.hpp"
+#include "cuda/sm90/sequences.cuh"
+
+namespace flashgrad::sm90 {
+
+// The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
+// through all spans (sequences.cuh).
+struct RowStatistics {
+  std::int64_t num_blocks;
+  float*
+      neg_lse_log2;  // (heads_q, num_blocks, 64): -lse * log2(e); -inf marks a row that is not read
+  float* neg_delta;  // (heads_q, num_blocks, 64): dlse - delta, 0 for such a row
+  std::int32_t* unreadable;  // (heads_q, num_blocks): 1 if a marked row exists in the tensors
+  float* dsink_partial;      // (heads_q, num_blocks), or null
+};
+
+struct BwdPrepareParams {
+  Sequences sequences;
+  std::int64_t heads_q;
+  std::int64_t head_dim_v;
+  Tensor out;          // (batch, seqlen_q, heads_q, head_dim_v)
+  Tensor dout;         // likewise, any strides; null: 0
+  Tensor lse;          // (batch, heads_q, seqlen_q) f32, any strides
+  Tensor dlse;         // likewise; null: 0
+  const float* sinks;  // (heads_q), or null
+  RowStatistics rows;
+  float* dq_accumulator;      // (heads_q, num_blocks, 64 * head_dim) f32, zeroed; null: not wanted
+  std::int64_t block_floats;  // 64 * padded head_dim
+};
+
+struct BwdParams {
+  Sequences sequences;
+  std::int64_t heads_kv;
+  std::int64_t group;     // query heads per key head
+  std::int64_t head_dim;  // as given; the kernel's own is padded
+  std::int64_t head_dim_v;
+  std::int64_t
+      num_kv_blocks;  // per unit; a unit is a key head of a batch entry, or of the packed batch
+  std::int64_t num_units;
+  std::int64_t section;  // units whose tiles are launched together, longest tiles first
+  // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
+  Tensor q, k, v, dout;
+  std::uint32_t mapped;  // bits kMapQ...
+  Tensor dk, dv;         // null: not wanted
+  RowStatistics rows;
+  float* dq_accumulator;  // (heads_q, num_blocks, 64 * head_dim) f32 in fragment order; null: not
+                          // wanted
+  float scale;
+  float scale_log2;     // scale * log2(e); with softcap: softcap * log2(e)
+  float scale_softcap;  // scale / softcap
+};
+
+inline constexpr std::uint32_t kMapQ = 1;
+inline constexpr std::uint32_t kMapK = 2;
+inline constexpr std::uint32_t kMapV = 4;
+inline constexpr std::uint32_t kMapDout = 8;
+
+struct BwdQueryParams {
+  Sequences sequences;
+  std::int64_t heads_q;
+  std::int64_t group;
+  std::int64_t head_dim;
+  std::int64_t head_dim_v;
+  std::int64_t num_q_tiles;  // of 128 rows, per unit; a unit is a query head of a batch entry, or
+                             // of the packed batch
+  std::int64_t num_units;
+  std::int64_t section;  // units whose tiles are launched together
+  Tensor q, k, v, dout;  // for what the copy engine can't address
+  std::uint32_t mapped;  // bits kMapQ...
+  Tensor dq;
+  std::int64_t num_blocks;    // as in RowStatistics
+  const float* neg_lse_log2;  // (heads_q, num_blocks, 64)
+  const float* neg_delta;     // (heads_q, num_blocks, 64)
+  float scale;                // these as in BwdParams
+  float scale_log2;
+  float scale_softcap;
+};
+
+struct BwdFinishParams {
+  Sequences sequences;
+  std::int64_t heads_q;
+  std::int64_t head_dim;
+  std::int64_t num_blocks;
+  const float* dq_accumulator;  // (heads_q, num_blocks, 64 * padded head_dim) f32 in fragment order
+  Tensor dq;
+  float scale;
+};
+
+struct BwdSinksParams {
+  std::int64_t num_blocks;
+  const float* dsink_partial;  // (heads_q, num_blocks)
+  float* dsinks;               // (heads_q)
+};
+
+}  // namespace flashgrad::sm90

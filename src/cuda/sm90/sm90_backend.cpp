@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Backend struct of sm90: what both passes need of the machine and the problem, and the way to
+// them.
+#include "cuda/sm90/sm90_backend.hpp"
+
+#include "cuda/common/device.hpp"
+#include "cuda/sm90/bwd_launch.hpp"
+#include "cuda/sm90/fwd_launch.hpp"
+
+namespace flashgrad {
+namespace {
+
+std::string describe_machine() {
+  std::string reason;
+  const int count = cuda::device_count(&reason);
+  if (count == 0) {
+    return reason;
+  }
+  std::string hopper;
+  for (int i = 0; i < count; ++i) {
+    cuda::DeviceProperties properties;
+    if (cuda::device_properties(i, &properties).ok() && properties.compute_capability == 90) {
+      hopper += (hopper.empty() ? "device " : ", ") + std::to_string(i);
+    }
+  }
+  return hopper.empty() ? "no device of compute capability 9.0"
+                        : hopper + ", compute capability 9.0";
+}
+
+const char* detail() {
+  static const std::string text = describe_machine();
+  return text.c_str();
+}
+
+bool available() {
+  const int count = cuda::device_count(nullptr);
+  for (int i = 0; i < count; ++i) {
+    cuda::DeviceProperties properties;
+    if (cuda::device_properties(i, &properties).ok() && properties.compute_capability == 90) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Status supports(const Problem& p, Pass pass) {
+  if (p.device_type != DeviceType::kCuda) {
+    return unsupported("the tensors are not on a CUDA device");
+  }
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
+    return unsupported(std::string("dtype ") + name(p.dtype) + " on a GPU, want bf16 or f16");
+  }
+  cuda::DeviceProperties device;
+  FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
+  if (device.compute_capability != 90) {
+    return unsupported("device " + std::to_string(p.device_id) + " has compute capability " +
+                       std::to_string(device.compute_capability / 10) + "." +
+                       std::to_string(device.compute_capability % 10) + ", want 9.0");
+  }
+  constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;
+  if (p.seqlen_q >= kMaxRows || p.seqlen_kv >= kMaxRows) {
+    return unsupported("2^30 rows or more");
+  }
+  return pass == Pass::kForward ? sm90::supports_forward(p) : sm90::supports_backward(p);
+}
+
+WorkspaceSize workspace_size(const Problem& p, Pass pass) {
+  return pass == Pass::kForward ? sm90::forward_workspace_size(p)
+                                : sm90::backward_workspace_size(p);
+}
+
+Status forward(const Problem& p, const Args& args) {
+  const cuda::DeviceGuard guard(p.device_id);
+  FG_RETURN_IF_ERROR(guard.status());
+  return sm90::launch_forward(p, args);
+}
+
+Status backward(const Problem& p, const Args& args) {
+  const cuda::DeviceGuard guard(p.device_id);
+  FG_RETURN_IF_ERROR(guard.status());
+  return sm90::launch_backward(p, args);
+}
+
+}  // namespace
+
+const Backend sm90_backend = {"sm90",         detail,  available, supports,
+                              workspace_size, forward, backward};
+
+}  // namespace flashgrad

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order of the sm90 forward's tiles and their key blocks, on the host.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <set>
+#include <utility>
+
+#include "core/mask.hpp"
+#include "cuda/sm90/fwd_schedule.hpp"
+
+namespace flashgrad::sm90 {
+namespace {
+
+TEST(Sm90ForwardOrder, RunsEveryTileOnce) {
+  for (const std::int64_t units : {1, 2, 5, 16, 37}) {
+    for (const std::int64_t per_section : {1, 3, 4, 16, 100}) {
+      const FwdOrder order = make_order(units, per_section);
+      for (const std::uint32_t tiles : {1U, 2U, 7U, 86U}) {
+        std::set<std::pair<std::uint32_t, std::uint32_t>> seen;
+        const auto total = static_cast<std::uint32_t>(units) * tiles;
+        for (std::uint32_t work = 0; work < total; ++work) {
+          const FwdWorkItem item = work_item(order, tiles, work);
+          ASSERT_LT(item.unit, units);
+          ASSERT_LT(item.rank, tiles);
+          seen.emplace(item.unit, item.rank);
+        }
+        EXPECT_EQ(seen.size(), total) << units << " units in sections of " << per_section;
+      }
+    }
+  }
+}
+
+TEST(Sm90ForwardOrder, LongestFirstInSectionsOfEnoughUnits) {
+  constexpr std::uint32_t kTiles = 6;
+  const FwdOrder order = make_order(16, 3);
+  std::uint32_t work = 0;
+  for (std::uint32_t first = 0; first < 16;) {
+    // 16 units are sections of 4, 3, 3, 3, 3: none has fewer than 3.
+    const std::uint32_t width = first == 0 ? 4 : 3;
+    for (std::uint32_t rank = 0; rank < kTiles; ++rank) {
+      for (std::uint32_t unit = first; unit < first + width; ++unit, ++work) {
+        const FwdWorkItem item = work_item(order, kTiles, work);
+        EXPECT_EQ(item.rank, rank);
+        EXPECT_EQ(item.unit, unit);
+      }
+    }
+    first += width;
+  }
+  EXPECT_EQ(work, 16 * kTiles);
+}
+
+// Every visible key lies in the blocks, every block of the middle stretch needs no mask, and a
+// block that needs none lies in the middle stretch.
+TEST(Sm90ForwardBlocks, ThreeStretches) {
+  constexpr int kBlockN = 16;
+  constexpr std::int64_t kRows = 24;
+  for (const std::int64_t seqlen_q : {1, 23, 24, 70}) {
+    for (const std::int64_t seqlen_kv : {0, 1, 16, 33, 90}) {
+      for (const std::int64_t left :
+           {std::int64_t{-20}, std::int64_t{0}, std::int64_t{30}, kUnbounded}) {
+        for (const std::int64_t right :
+             {std::int64_t{-5}, std::int64_t{0}, std::int64_t{40}, kUnbounded}) {
+          const Band band = Band::of({left, right, Alignment::kBottomRight}, seqlen_q, seqlen_kv);
+          for (std::int64_t m = 0; m < seqlen_q; m += kRows) {
+            const FwdBlocks blocks = key_blocks<kBlockN>(band, m, m + kRows);
+            const std::int64_t m_end = m + kRows < seqlen_q ? m + kRows : seqlen_q;
+            ASSERT_LE(blocks.begin, blocks.end);
+            for (std::int32_t n = 0; n * kBlockN < seqlen_kv + kBlockN; ++n) {
+              const std::int64_t key = static_cast<std::int64_t>(n) * kBlockN;
+              const bool inside = n >= blocks.begin && n < blocks.end;
+              const bool full = n >= blocks.full_begin && n < blocks.full_end;
+              ASSERT_TRUE(inside || band.is_empty(m, m_end, key, key + kBlockN));
+              ASSERT_EQ(full, band.is_full(m, m_end, key, key + kBlockN))
+                  << "rows " << m << ".." << m_end << " block " << n << " of " << seqlen_kv;
+              ASSERT_TRUE(inside || !full);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashgrad::sm90
