@@ -71,7 +71,7 @@ class Backward {
     sink_partials_ = fixed.sink_partials;
     threads_ = fixed.threads;
     setup_waves(fixed, arena);
-    run_threads(p_.num_threads, [&](int thread, int num_threads) {
+    run_threads(useful_threads(), [&](int thread, int num_threads) {
       zero_unused(thread, num_threads);
       run_alone(threads_[thread], num_threads);
       run_waves(threads_[thread], num_threads);
@@ -184,6 +184,15 @@ class Backward {
            blocks_of<Isa>(band.seqlen_q, band.seqlen_kv).num_kv == 1 &&
            band.seqlen_q * band.seqlen_kv * p_.group() * (p_.head_dim + p_.head_dim_v) <=
                2 * kAloneWork;
+  }
+
+  // Where even the longest job runs alone, there is nothing for more threads than jobs; to wake one
+  // in vain costs more than such a job.
+  [[nodiscard]] int useful_threads() const {
+    if (!runs_alone(Band{p_.max_seqlen_q, p_.max_seqlen_kv, 0, 0}) || num_jobs_ >= p_.num_threads) {
+      return p_.num_threads;
+    }
+    return num_jobs_ > 1 ? static_cast<int>(num_jobs_) : 1;
   }
 
   // Room for the largest job that may run alone; none if every sequence is too long.

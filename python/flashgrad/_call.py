@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of the C library: its structs and DLTensors in one buffer, its memory kept alive.
+
+The buffer holds fg_tensors, fg_options, the answer of fg_workspace_size and a record for each
+tensor that brings no DLTensor of its own: a DLTensor, four sizes and four strides.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import sys
+from typing import Any
+
+from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, library
+
+_MAX_NDIM = 4
+_TENSORS_AND_OPTIONS = struct.Struct(f"{TENSORS.format}{OPTIONS.size}s")
+_TENSORS_BYTES = _OPTIONS_OFFSET = TENSORS.size
+_SIZES_OFFSET = _OPTIONS_OFFSET + OPTIONS.size
+_RECORDS_OFFSET = _SIZES_OFFSET + SIZES.size
+_SHAPE_OFFSET = 48  # sizeof(DLTensor)
+_STRIDES_OFFSET = _SHAPE_OFFSET + 8 * _MAX_NDIM
+_RECORD_BYTES = _STRIDES_OFFSET + 8 * _MAX_NDIM
+_Buffer = ctypes.c_char * (_RECORDS_OFFSET + len(TENSOR_NAMES) * _RECORD_BYTES)
+
+# By the number of dimensions: DLTensor, sizes, room up to four, strides.
+_DLTENSOR = struct.Struct("@P i i i B B H P P Q")
+_RECORDS = [
+    struct.Struct(f"{_DLTENSOR.format} {n}q {8 * (_MAX_NDIM - n)}x {n}q")
+    for n in range(_MAX_NDIM + 1)
+]
+
+CPU = 1  # kDLCPU
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+# In DLManagedTensorVersioned: version, manager_ctx, deleter, flags, then the DLTensor.
+_VERSIONED_FLAGS_OFFSET = 24
+_VERSIONED_TENSOR_OFFSET = 32
+
+# DLPack's type codes by NumPy's kinds.
+_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
+
+# Where TENSOR_NAMES stand in `Call.pointers`.
+SLOT = {name: index for index, name in enumerate(TENSOR_NAMES)}
+
+capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+capsule_pointer.restype = ctypes.c_void_p
+_capsule_name = ctypes.pythonapi.PyCapsule_GetName
+_capsule_name.argtypes = [ctypes.py_object]
+_capsule_name.restype = ctypes.c_char_p
+
+
+@functools.cache
+def kind(cls: type) -> str:
+    """How tensors of a class are taken: "numpy", "torch" or "dlpack"; TypeError for others."""
+    # An instance of either library's class can only exist once that library is imported.
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and issubclass(cls, numpy.ndarray):
+        return "numpy"
+    if torch is not None and issubclass(cls, torch.Tensor):
+        return "torch"
+    if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
+        return "dlpack"
+    raise TypeError(
+        f"flashgrad: a {cls.__module__}.{cls.__qualname__}, want a NumPy array, a PyTorch tensor or "
+        "an object with __dlpack__ and __dlpack_device__"
+    )
+
+
+@functools.cache
+def _dlpack_dtype(dtype: Any) -> tuple[int, int]:
+    """DLPack's type code and bits of a NumPy dtype."""
+    if dtype.name == "bfloat16":  # ml_dtypes'
+        return 4, 16
+    if dtype.kind not in _CODES or not dtype.isnative or dtype.names is not None:
+        raise NotImplementedError(
+            f"flashgrad: dtype {dtype}, supported are float32, float16, bfloat16 (ml_dtypes) and, "
+            "on the reference backend, float64"
+        )
+    return _CODES[dtype.kind], 8 * dtype.itemsize
+
+
+_strings: dict[str, ctypes.c_char_p] = {}
+
+
+def _c_string(text: str) -> int:
+    """The address of a C string that is never freed: there are only so many backends' names."""
+    string = _strings.setdefault(text, ctypes.c_char_p(text.encode()))
+    return ctypes.cast(string, ctypes.c_void_p).value or 0
+
+
+@functools.lru_cache(maxsize=256)
+def pack_options(
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    scale: float,
+    softcap: float,
+    deterministic: bool,
+    num_threads: int,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    backend: str | None,
+) -> bytes:
+    """fg_options, with a backend's name that stays alive."""
+    try:
+        return OPTIONS.pack(
+            OPTIONS.size, window_left, window_right, top_left, scale, softcap, deterministic,
+            num_threads, max_seqlen_q, max_seqlen_kv, 0 if backend is None else _c_string(backend),
+        )  # fmt: skip
+    except struct.error as error:
+        raise ValueError(f"flashgrad: an option is out of range or no number: {error}") from None
+
+
+class Call:
+    """Collects the tensors of one call, then runs it.
+
+    Attributes
+    ----------
+    pointers : list of int
+        The address of a DLTensor for each of TENSOR_NAMES, 0 for null.
+    keep : list
+        What the addresses need alive.
+    """
+
+    __slots__ = ("_address", "_buffer", "keep", "pointers")
+
+    def __init__(self) -> None:
+        self._buffer = _Buffer()
+        self._address = ctypes.addressof(self._buffer)
+        self.keep: list[Any] = []
+        self.pointers = [0] * len(TENSOR_NAMES)
+
+    def add(self, slot: int, tensor: Any, output: bool = False) -> None:
+        """Sets a tensor; ``output`` says that the call writes it."""
+        how = kind(type(tensor))
+        if how == "numpy":
+            self.add_numpy(slot, tensor, output)
+        elif how == "torch":
+            capsule = sys.modules["torch"]._C._to_dlpack(tensor)
+            self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
+            self.keep.append(capsule)
+        else:
+            self.add_capsule(slot, _capsule(TENSOR_NAMES[slot], tensor), output)
+
+    def add_numpy(self, slot: int, array: Any, output: bool) -> None:
+        """Describes a NumPy array where it lies; NumPy's own export refuses bf16 and read-only."""
+        shape, flags = array.shape, array.flags
+        ndim = len(shape)
+        if ndim > _MAX_NDIM:
+            raise ValueError(f"flashgrad: {TENSOR_NAMES[slot]}: {ndim} dimensions, want 1 to 4")
+        if output and not flags.writeable:
+            raise ValueError(f"flashgrad: {TENSOR_NAMES[slot]}: is read-only, but would be written")
+        code, bits = _dlpack_dtype(array.dtype)
+        offset = _RECORDS_OFFSET + slot * _RECORD_BYTES
+        address = self._address + offset
+        if flags.c_contiguous:
+            strides, strides_address = shape, 0  # null strides: compact
+        else:
+            width = array.itemsize
+            if any(stride % width for stride in array.strides):
+                raise ValueError(
+                    f"flashgrad: {TENSOR_NAMES[slot]}: strides of {array.strides} bytes, want "
+                    f"multiples of {width}"
+                )
+            strides = [stride // width for stride in array.strides]
+            strides_address = address + _STRIDES_OFFSET
+        _RECORDS[ndim].pack_into(
+            self._buffer, offset, array.ctypes.data, CPU, 0, ndim, code, bits, 1,
+            address + _SHAPE_OFFSET, strides_address, 0, *shape, *strides,
+        )  # fmt: skip
+        self.pointers[slot] = address
+        self.keep.append(array)
+
+    def add_capsule(self, slot: int, capsule: Any, output: bool) -> None:
+        """Takes the DLTensor inside a capsule, which frees it with itself after the call."""
+        name = _capsule_name(capsule)
+        if name == b"dltensor":
+            self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
+        elif name == b"dltensor_versioned":
+            address = capsule_pointer(capsule, b"dltensor_versioned")
+            flags = ctypes.c_uint64.from_address(address + _VERSIONED_FLAGS_OFFSET).value
+            if output and flags & _READ_ONLY:
+                raise ValueError(
+                    f"flashgrad: {TENSOR_NAMES[slot]}: is read-only, but would be written"
+                )
+            self.pointers[slot] = address + _VERSIONED_TENSOR_OFFSET
+        else:
+            raise TypeError(
+                f"flashgrad: {TENSOR_NAMES[slot]}: __dlpack__ gave a capsule named {name!r}, want "
+                "dltensor or dltensor_versioned that nobody has consumed"
+            )
+        self.keep.append(capsule)
+
+    def prepare(self, which: int, options: bytes) -> int:
+        """Writes the structs, with what ``pack_options`` returned; answers the workspace's bytes.
+
+        Raises what the library refuses, as ``launch`` does.
+        """
+        address = self._address
+        _TENSORS_AND_OPTIONS.pack_into(self._buffer, 0, _TENSORS_BYTES, *self.pointers, options)
+        lib = library()
+        sizes = address + _SIZES_OFFSET
+        status = lib.workspace_size(which, address, address + _OPTIONS_OFFSET, sizes, sizes + 8)
+        if status:
+            raise lib.error(status)
+        return SIZES.unpack_from(self._buffer, _SIZES_OFFSET)[1]
+
+    def launch(self, which: int, workspace: int, num_bytes: int, stream: int) -> None:
+        """Calls fg_forward or fg_backward with a workspace on the tensors' device, by address."""
+        address = self._address
+        lib = library()
+        status = lib.functions[which](
+            address, address + _OPTIONS_OFFSET, workspace, num_bytes, stream
+        )
+        if status:
+            raise lib.error(status)
+
+
+def _capsule(name: str, tensor: Any) -> Any:
+    """The DLPack capsule of a CPU tensor of another library."""
+    device_type = int(tensor.__dlpack_device__()[0])
+    if device_type != CPU:
+        raise NotImplementedError(
+            f"flashgrad: {name}: a {type(tensor).__module__}.{type(tensor).__qualname__} on DLPack "
+            f"device type {device_type}; tensors that are not on the CPU are taken from PyTorch only"
+        )
+    try:
+        return tensor.__dlpack__(max_version=(1, 0))
+    except TypeError:  # from before DLPack 1.0
+        return tensor.__dlpack__()

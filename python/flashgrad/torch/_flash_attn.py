@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of flash-attn 2 with its argument names and defaults, and what flashgrad adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._functions import ALIGNMENTS, Alignment
+from ._ops import attention
+
+Output = Any  # a tensor, or the tuple that return_lse or return_attn_probs asks for
+
+
+def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any = None) -> None:
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"flashgrad: dropout_p: {dropout_p}, want 0: dropout of attention probabilities is not "
+            "supported (in model.eval() pass 0.0)"
+        )
+    if alibi_slopes is not None:
+        raise NotImplementedError(
+            "flashgrad: alibi_slopes: given, want None: biases are not supported"
+        )
+    if block_table is not None:
+        raise NotImplementedError(
+            "flashgrad: block_table: given, want None: paged keys and values are not supported"
+        )
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    alignment: Alignment,
+    softmax_scale: float | None,
+    return_lse: bool,
+    return_attn_probs: bool,
+    **options: Any,
+) -> Output:
+    # As flash-attn's users expect, a negative side is open, and causal closes the right one.
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    if causal:
+        right = 0
+    if alignment not in ALIGNMENTS:
+        raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
+    out, lse = attention(
+        q,
+        k,
+        v,
+        window_left=left,
+        window_right=right,
+        top_left=alignment == "top-left",
+        scale=softmax_scale,
+        **options,
+    )
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out
+
+
+def _unbind(packed: torch.Tensor, name: str, parts: int, dim: int) -> tuple[torch.Tensor, ...]:
+    if packed.ndim != dim + 3 or packed.shape[dim] != parts:
+        rows = "batch, seqlen" if dim == 2 else "total"
+        raise ValueError(
+            f"flashgrad: {name}: shape {tuple(packed.shape)}, want "
+            f"({rows}, {parts}, heads, head_dim)"
+        )
+    return packed.unbind(dim)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
+    alignment: Alignment = "bottom-right",
+) -> Output:
+    """``softmax(softmax_scale * q k^T) v``, differentiable.
+
+    With ``softcap > 0`` the logits are ``softcap * tanh(s / softcap)``; ``flashgrad.forward`` has
+    the formula in full.
+
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+        float32, bfloat16, float16, or float64 (by the reference backend, for gradcheck). Any
+        strides; a last stride other than 1 costs a copy.
+    k : Tensor (batch, seqlen_k, heads_k, head_dim)
+        q's dtype. heads_q is a multiple of heads_k.
+    v : Tensor (batch, seqlen_k, heads_k, head_dim_v)
+        q's dtype.
+    dropout_p : float
+        Must be 0.
+    softmax_scale : float, optional
+        None: 1 / sqrt(head_dim).
+    causal : bool
+        Row i sees key j iff ``j <= i + seqlen_k - seqlen_q``.
+    window_size : (left, right)
+        Row i sees key j iff ``i + shift - left <= j <= i + shift + right``, where shift is
+        ``seqlen_k - seqlen_q``. -1 or None: unbounded.
+    softcap : float
+        0: none.
+    alibi_slopes : None
+        Must be None.
+    deterministic : bool
+        Gradients of the same bits run after run on a GPU; on the CPU they always are.
+        ``torch.use_deterministic_algorithms(True)`` sets it too.
+    return_attn_probs : bool
+        Returns (out, lse, None), as flash-attn without dropout.
+    return_lse : bool
+        Returns (out, lse).
+    sinks : Tensor (heads_q), optional
+        A logit per head that joins the softmax without a value; float32 (float64 with float64 q).
+        Differentiable.
+    seqused_q, seqused_k : int32 Tensor (batch), optional
+        How many rows and keys of each sequence count.
+    q_offset : int64 Tensor (batch), optional
+        Where the first query of each sequence stands among its keys; replaces shift.
+    alignment : "bottom-right" or "top-left"
+        "top-left" sets shift to 0.
+
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, heads_q, head_dim_v)
+        q's dtype; 0 in rows that see nothing.
+    lse : Tensor (batch, heads_q, seqlen_q)
+        The logarithm of each row's sum of exponentials; float32 (float64 with float64 q).
+        Differentiable. -inf in rows that see nothing.
+
+    Raises
+    ------
+    ValueError
+        A tensor or an option contradicts the rules.
+    NotImplementedError
+        What is not supported: dropout, ALiBi, a device or dtype that no backend serves. Double
+        backward raises it too.
+    RuntimeError
+        The device reported an error.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
+    >>> flash_attn_func(q, k, v, causal=True).sum().backward()
+    """
+    _refuse(dropout_p, alibi_slopes)
+    return _attend(
+        q, k, v, causal, window_size, alignment, softmax_scale, return_lse, return_attn_probs,
+        softcap=softcap, deterministic=deterministic, sinks=sinks, seqused_q=seqused_q,
+        seqused_kv=seqused_k, q_offset=q_offset,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **options: Any,
+) -> Output:
+    """``flash_attn_func`` of ``qkv.unbind(2)``, with the same options.
+
+    Parameters
+    ----------
+    qkv : Tensor (batch, seqlen, 3, heads, head_dim)
+    """
+    q, k, v = _unbind(qkv, "qkv", 3, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, **options,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **options: Any,
+) -> Output:
+    """``flash_attn_func`` of q and ``kv.unbind(2)``, with the same options.
+
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+    kv : Tensor (batch, seqlen_k, 2, heads_k, head_dim)
+    """
+    k, v = _unbind(kv, "kv", 2, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, **options,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+    *,
+    return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
+    alignment: Alignment = "bottom-right",
+) -> Output:
+    """``flash_attn_func`` on packed sequences, each on its own.
+
+    Parameters
+    ----------
+    q : Tensor (total_q, heads_q, head_dim)
+    k : Tensor (total_k, heads_k, head_dim)
+    v : Tensor (total_k, heads_k, head_dim_v)
+    cu_seqlens_q, cu_seqlens_k : int32 Tensor (batch + 1)
+        Sequence b has the rows from ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``. Rows outside
+        all sequences get out 0, lse -inf and gradients 0.
+    max_seqlen_q, max_seqlen_k : int
+        Upper bounds of the lengths, which save workspace. 0: none.
+    block_table : None
+        Must be None.
+    dropout_p, softmax_scale, ...
+        As in ``flash_attn_func``.
+
+    Returns
+    -------
+    out : Tensor (total_q, heads_q, head_dim_v)
+    lse : Tensor (heads_q, total_q)
+    """
+    _refuse(dropout_p, alibi_slopes, block_table)
+    return _attend(
+        q, k, v, causal, window_size, alignment, softmax_scale, return_lse, return_attn_probs,
+        softcap=softcap, deterministic=deterministic, sinks=sinks, seqused_q=seqused_q,
+        seqused_kv=seqused_k, q_offset=q_offset, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **options: Any,
+) -> Output:
+    """``flash_attn_varlen_func`` of ``qkv.unbind(1)``, with the same options.
+
+    Parameters
+    ----------
+    qkv : Tensor (total, 3, heads, head_dim)
+    """
+    q, k, v = _unbind(qkv, "qkv", 3, 1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **options,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **options: Any,
+) -> Output:
+    """``flash_attn_varlen_func`` of q and ``kv.unbind(1)``, with the same options.
+
+    Parameters
+    ----------
+    q : Tensor (total_q, heads_q, head_dim)
+    kv : Tensor (total_k, 2, heads_k, head_dim)
+    """
+    k, v = _unbind(kv, "kv", 2, 1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **options,
+    )  # fmt: skip

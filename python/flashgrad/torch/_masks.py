@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boolean masks that flashgrad can serve: recognised by content, and attention under them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ._ops import attention
+
+REFUSED = (
+    "flashgrad: attention mask: {}, want none, a causal bias of torch.nn.attention.bias, or (in "
+    "eager mode) a boolean mask that is a diagonal band, a left or right key padding, or both"
+)
+
+
+class KeyBand(NamedTuple):
+    """Row i of sequence b sees key j iff left <= j - i <= right and start[b] <= j < stop[b].
+
+    Attributes
+    ----------
+    left, right : int or None
+        None: unbounded.
+    start, stop : int32 Tensor (batch), or None
+        None: the first key, the last key.
+    """
+
+    left: int | None
+    right: int | None
+    start: torch.Tensor | None = None
+    stop: torch.Tensor | None = None
+
+
+def recognise(
+    first: torch.Tensor, last: torch.Tensor, count: torch.Tensor, keys: int, same: torch.Tensor
+) -> KeyBand | None:
+    """The mask whose rows see these keys, or None if it is no KeyBand; synchronises once.
+
+    The tightest band and ranges around what is seen contain the mask; they are the mask iff they
+    hold no more keys than it does, row by row.
+
+    Parameters
+    ----------
+    first, last, count : int64 Tensor (batch, seqlen_q)
+        The first and the last key that a row sees, and how many it sees; the former two count only
+        where it sees some.
+    keys : int
+        seqlen_kv, 1 or more.
+    same : bool Tensor ()
+        What else must hold for the mask to be one.
+    """
+    batch, rows = count.shape
+    i = torch.arange(rows, device=count.device)
+    some = count > 0
+    left = torch.where(some, first - i, keys).amin()
+    right = torch.where(some, last - i, -rows).amax()
+    start = torch.where(some, first, keys).amin(-1)
+    stop = torch.where(some, last + 1, 0).amax(-1)
+    begin = torch.maximum(i + left, start[:, None])
+    end = torch.minimum(i + right + 1, stop[:, None])
+    same = same & ((end - begin).clamp(min=0) == count).all()
+    # A sequence of which nothing is seen: any empty range.
+    start = torch.minimum(start, stop)
+    some_start, some_stop = (start > 0).any(), (stop < keys).any()
+    scalars = torch.stack([x.long() for x in (same, left, right, some_start, some_stop)])
+    is_band, left_, right_, has_start, has_stop = scalars.tolist()
+    if not is_band:
+        return None
+    return KeyBand(
+        None if left_ <= 1 - rows else left_,
+        None if right_ >= keys - 1 else right_,
+        start.int() if has_start else None,
+        stop.int() if has_stop else None,
+    )
+
+
+def seen_keys(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each row of a (..., seqlen_kv) mask the first key it sees, the last, and how many."""
+    bits = mask.to(torch.uint8)
+    return bits.argmax(-1), mask.shape[-1] - 1 - bits.flip(-1).argmax(-1), mask.sum(-1)
+
+
+def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand:
+    """Recognises a boolean mask that broadcasts to (..., heads, seqlen_q, seqlen_kv).
+
+    Parameters
+    ----------
+    mask : Tensor
+    shape : tuple of int
+        What it is broadcast to: all leading dimensions, seqlen_q, seqlen_kv.
+    batch : int
+        The product of the dimensions before the heads.
+
+    Raises
+    ------
+    ValueError
+        It does not broadcast.
+    NotImplementedError
+        It is not boolean or no band or padding, or can't be read: under torch.compile and CUDA
+        graph capture its content is not known.
+    """
+    if mask.dtype != torch.bool:
+        raise NotImplementedError(REFUSED.format(f"a bias of dtype {mask.dtype}"))
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(REFUSED.format("a tensor under torch.compile"))
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(REFUSED.format("a tensor under CUDA graph capture"))
+    try:
+        mask = mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"flashgrad: attention mask: shape {tuple(mask.shape)}, want broadcastable to {shape}"
+        ) from None
+    if mask.numel() == 0:
+        return KeyBand(None, None)
+    rows, keys = shape[-2:]
+    heads = shape[-3] if len(shape) > 2 else 1
+    if mask.ndim != 4:
+        mask = mask.reshape(batch, heads, rows, keys)
+    same = torch.ones((), dtype=torch.bool, device=mask.device)
+    if heads > 1 and mask.stride(1) != 0:
+        same = (mask == mask[:, :1]).all()
+    band = recognise(*seen_keys(mask[:, 0]), keys, same)
+    if band is None:
+        raise NotImplementedError(REFUSED.format("a boolean mask of another form"))
+    return band
+
+
+def band_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: KeyBand, **options: Any
+) -> torch.Tensor:
+    """Attention under a KeyBand.
+
+    With keys missing on the left, the tensors are taken as packed ones in which sequence b begins
+    at its first key and ``seqused_kv`` ends it; row i then stands at key ``i - start[b]``. Nothing
+    is copied where k and v are (batch, seqlen, heads, dim) in memory.
+
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, heads_q, head_dim)
+    k, v : Tensor (batch, seqlen_kv, heads_kv, head_dim or head_dim_v)
+    band : KeyBand
+    **options
+        ``scale``, ``softcap``, ``sinks`` of ``attention``.
+
+    Returns
+    -------
+    Tensor (batch, seqlen_q, heads_q, head_dim_v)
+    """
+    options["window_left"] = None if band.left is None else -band.left
+    options["window_right"] = band.right
+    if band.start is None:
+        out, _ = attention(q, k, v, seqused_kv=band.stop, top_left=True, **options)
+        return out
+    batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+    sequences = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    start = band.start
+    stop = torch.full_like(start, keys) if band.stop is None else band.stop
+    cu_seqlens_kv = sequences * keys
+    cu_seqlens_kv[:-1] += start
+    out, _ = attention(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        cu_seqlens_q=sequences * rows,
+        cu_seqlens_kv=cu_seqlens_kv,
+        seqused_kv=stop - start,
+        q_offset=-start.long(),
+        max_seqlen_q=rows,
+        **options,
+    )
+    return out.unflatten(0, (batch, rows))

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators flashgrad::forward and flashgrad::backward, and their rules.
+
+    kernel      every device; calls the C library, or has it say why it does not serve the device
+    Meta        shapes and dtypes only: torch.compile, FakeTensor
+    Autograd    one autograd.Function each; the one of backward refuses to be differentiated
+    Autocast    casts q, k, v (and dout) to autocast's dtype
+
+``torch.library.custom_op`` would write these rules itself, but costs 96 us a forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._call import Call, capsule_pointer, pack_options
+from .._library import BACKWARD, FORWARD, UNBOUNDED
+
+_OPTIONS = (
+    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, "
+    "Tensor? seqused_kv, Tensor? q_offset, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
+    "SymInt? window_left, SymInt? window_right, bool top_left, float? scale, float softcap, "
+    "bool deterministic"
+)
+_NUM_OPTIONS = _OPTIONS.count(",") + 1
+_NUM_LENGTHS = 6  # those of the options that are tensors
+
+_library = torch.library.Library("flashgrad", "DEF")
+_library.define(
+    f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# A gradient that is not needed is an empty tensor.
+_library.define(
+    f"backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_forward_op = torch.ops.flashgrad.forward.default
+_backward_op = torch.ops.flashgrad.backward.default
+_to_dlpack = torch._C._to_dlpack
+_NAN = float("nan")
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _empty_results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; a q of a rank that has none gets shapes that the library refuses."""
+    shape = q.shape
+    lse_shape = (*shape[:-3], shape[-2], shape[-3]) if len(shape) >= 3 else shape
+    return (
+        q.new_empty((*shape[:-1], *v.shape[-1:])),
+        q.new_empty(lse_shape, dtype=_lse_dtype(q)),
+    )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x with a last stride of 1, copied if need be."""
+    return x if x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _gradient_rows(x: torch.Tensor) -> torch.Tensor:
+    """Likewise, but a stride of 0 may stay: the gradient of a sum is read as it is."""
+    return x if x.ndim == 0 or x.stride(-1) == 0 else _rows(x)
+
+
+def _run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ...]) -> None:
+    """Runs a call on q's device and its current stream.
+
+    ``tensors`` are those before sinks in flashgrad.h, in its order; ``options`` hold the others.
+    """
+    for x in options[:_NUM_LENGTHS]:
+        tensors.append(x if x is None or x.is_contiguous() else _rows(x))
+    call = Call()
+    call.keep = capsules = [None if x is None else _to_dlpack(x) for x in tensors]
+    call.pointers = [0 if c is None else capsule_pointer(c, b"dltensor") for c in capsules]
+    max_seqlen_q, max_seqlen_kv, left, right, top_left, scale, softcap, deterministic = options[
+        _NUM_LENGTHS:
+    ]
+    packed = pack_options(
+        UNBOUNDED if left is None else left, UNBOUNDED if right is None else right, top_left,
+        _NAN if scale is None else scale, softcap, deterministic, 0, max_seqlen_q, max_seqlen_kv,
+        None,
+    )  # fmt: skip
+    num_bytes = call.prepare(which, packed)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    call.launch(which, workspace.data_ptr(), num_bytes, stream)
+
+
+def _forward_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
+    out, lse = _empty_results(q, v)
+    tensors = [x if x.is_contiguous() else _rows(x) for x in (q, k, v)]
+    _run(FORWARD, q, [*tensors, out, lse, None, None, None, None, None, None], options)
+    return out, lse
+
+
+def _gradients(
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: tuple[Any, ...],
+    needs: tuple[bool, ...],
+) -> list[torch.Tensor | None]:
+    """dq, dk, dv and dsinks, None where it is not needed."""
+    gradients = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+        for x, need in zip((q, k, v, options[0]), needs)
+    ]
+    tensors = [x if x.is_contiguous() else _rows(x) for x in (q, k, v, out, lse)]
+    for x in (dout, dlse):
+        tensors.append(x if x is None or x.is_contiguous() else _gradient_rows(x))
+    _run(BACKWARD, q, tensors + gradients, options)
+    return gradients
+
+
+def _backward_kernel(*arguments: Any) -> Any:
+    options, needs = arguments[7 : 7 + _NUM_OPTIONS], arguments[7 + _NUM_OPTIONS :]
+    gradients = _gradients(*arguments[:7], options, needs)
+    q = arguments[2]
+    dtypes = (q.dtype, q.dtype, q.dtype, _lse_dtype(q))
+    return tuple(
+        q.new_empty((0,), dtype=dtype) if gradient is None else gradient
+        for gradient, dtype in zip(gradients, dtypes)
+    )
+
+
+def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
+    return _empty_results(q, v)
+
+
+def _backward_meta(dout: Any, dlse: Any, *arguments: Any) -> Any:
+    q, k, v = arguments[:3]
+    sinks, needs = arguments[5], arguments[5 + _NUM_OPTIONS :]
+    dtypes = (q.dtype, q.dtype, q.dtype, _lse_dtype(q))
+    return tuple(
+        x.new_empty(x.shape) if need else q.new_empty((0,), dtype=dtype)
+        for x, need, dtype in zip((q, k, v, sinks), needs, dtypes)
+    )
+
+
+def _keys(*names: str) -> int:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return keys.raw_repr()
+
+
+# The dispatch keys of a thread in no mode, and of plain tensors on the devices of the backends.
+_PLAIN_THREAD = _keys("BackendSelect", "ADInplaceOrView")
+_PLAIN_TENSORS = frozenset(
+    _keys(device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}")
+    for device in ("CPU", "CUDA")
+)
+
+
+def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether autograd is all that the dispatcher would do before the kernel.
+
+    Then it is left out, which halves the overhead of a small call. No mode, transform or tracer is
+    active, autocast is off, and the tensors are neither subclasses nor lazily negated.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_THREAD
+        or torch._C._dispatch_keys(q).raw_repr() not in _PLAIN_TENSORS
+    ):
+        return False
+    for x in others:
+        if x is not None and torch._C._dispatch_keys(x).raw_repr() not in _PLAIN_TENSORS:
+            return False
+    return not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
+
+
+class _Forward(torch.autograd.Function):
+    """out and lse, both differentiable. ``direct``: the kernel is called without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, direct: bool, q: Any, k: Any, v: Any, sinks: Any, options: tuple[Any, ...]
+    ) -> Any:
+        if direct:
+            out, lse = _forward_kernel(q, k, v, sinks, *options)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = _forward_op(q, k, v, sinks, *options)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.options = options
+        ctx.direct = direct
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        if dout is None and dlse is None:
+            return None, None, None, None, None, None
+        needs = ctx.needs_input_grad[1:5]
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        options = (sinks, *ctx.options)
+        if torch.is_grad_enabled():  # create_graph: the operator's own rule will refuse
+            gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
+        elif ctx.direct and _is_ordinary(dlse if dout is None else dout, dlse):
+            return None, *_gradients(dout, dlse, q, k, v, out, lse, options, needs), None
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
+        return None, *(g if need else None for g, need in zip(gradients, needs)), None
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients, which can't be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _backward_op(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            "flashgrad: double backward is not supported: the gradients of attention can't be "
+            "differentiated again"
+        )
+
+
+def _records(tensors: tuple[Any, ...]) -> bool:
+    """Whether autograd records an operation on these arguments."""
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
+    )
+
+
+def _forward_autograd(q: Any, k: Any, v: Any, sinks: Any, *options: Any) -> Any:
+    if _records((q, k, v, sinks)):
+        return _Forward.apply(False, q, k, v, sinks, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _forward_op(q, k, v, sinks, *options)
+
+
+def _backward_autograd(*arguments: Any) -> Any:
+    if _records(arguments):
+        return _Backward.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_op(*arguments)
+
+
+def _autocast(device_type: str) -> Any:
+    """The Autocast rule of a device type: as PyTorch's own attention, all but float64 is cast."""
+    keys = torch._C.DispatchKeySet(
+        getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+    )
+
+    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            q, k, v = (
+                x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype)
+                for x in (q, k, v)
+            )
+            return _forward_op(q, k, v, *options)
+
+    return rule
+
+
+_library.impl("forward", _forward_kernel, "CompositeExplicitAutograd")
+_library.impl("backward", _backward_kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("flashgrad::forward", _forward_meta, lib=_library)
+torch.library.register_fake("flashgrad::backward", _backward_meta, lib=_library)
+_library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("backward", _backward_autograd, "Autograd")
+_library.impl("forward", _autocast("cpu"), "AutocastCPU")
+_library.impl("forward", _autocast("cuda"), "AutocastCUDA")
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_kv: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_kv: int = 0,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator flashgrad::forward with defaults: out and lse as ``flashgrad.forward``."""
+    options = (
+        cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset, max_seqlen_q, max_seqlen_kv,
+        window_left, window_right, top_left, scale, softcap,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    if _is_ordinary(q, k, v, sinks):
+        if _records((q, k, v, sinks)):
+            return _Forward.apply(True, q, k, v, sinks, options)
+        return _forward_kernel(q, k, v, sinks, *options)
+    return _forward_op(q, k, v, sinks, *options)

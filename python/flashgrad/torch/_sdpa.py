@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's scaled_dot_product_attention over flashgrad, with the masks that it can serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._masks import band_attention, read_mask
+from ._ops import attention
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``softmax(scale * query key^T + mask) value`` with PyTorch's signature, differentiable.
+
+    Parameters
+    ----------
+    query : Tensor (..., heads, L, E)
+        float32, bfloat16, float16, or float64 (reference backend). Leading dimensions broadcast;
+        they may be missing.
+    key : Tensor (..., heads_kv, S, E)
+    value : Tensor (..., heads_kv, S, E_v)
+    attn_mask : optional
+        ``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right``. In eager mode also
+        a boolean Tensor broadcastable to (..., heads, L, S), True where a row sees a key, whose
+        content is a diagonal band, a contiguous range of keys for each sequence, or both; reading
+        it synchronises with the device once.
+    dropout_p : float
+        Must be 0.
+    is_causal : bool
+        Row i sees key j iff ``j <= i`` (top-left, whatever L and S).
+    scale : float, optional
+        None: 1 / sqrt(E).
+    enable_gqa : bool
+        heads may be a multiple of heads_kv.
+
+    Returns
+    -------
+    Tensor (..., heads, L, E_v)
+        query's dtype; 0 in rows that see nothing.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or options contradict each other.
+    NotImplementedError
+        Dropout, any other mask, and what ``flash_attn_func`` refuses.
+
+    Examples
+    --------
+    >>> import torch
+    >>> q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    >>> scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    """
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"flashgrad: dropout_p: {dropout_p}, want 0: dropout of attention probabilities is not "
+            "supported"
+        )
+    if is_causal and attn_mask is not None:
+        raise ValueError("flashgrad: attn_mask: given with is_causal, want one of them")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 2:
+            raise ValueError(f"flashgrad: {name}: {x.ndim} dimensions, want 2 or more")
+    q, k, v, leading = _to_batch_heads(query, key, value)
+    if q.shape[1] != k.shape[1] and k.shape[1] != 1 and not enable_gqa:
+        raise ValueError(
+            f"flashgrad: key: {k.shape[1]} heads, want {q.shape[1]} (query's), or enable_gqa=True"
+        )
+    options: dict[str, Any] = {"scale": scale}
+    if is_causal:
+        options.update(window_right=0, top_left=True)
+        out = _attend(q, k, v, options)
+    elif attn_mask is None:
+        out = _attend(q, k, v, options)
+    elif (top_left := _causal_bias(attn_mask, q, k)) is not None:
+        options.update(window_right=0, top_left=top_left)
+        out = _attend(q, k, v, options)
+    else:
+        band = read_mask(attn_mask, (*leading, q.shape[2], k.shape[2]), q.shape[0])
+        out = band_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), band, **options
+        ).transpose(1, 2)
+    return out.reshape(*leading, *out.shape[-2:])
+
+
+def _to_batch_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """The tensors as (batch, heads, seqlen, dim), and the result's leading dimensions."""
+    tensors = (query, key, value)
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in tensors]
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+    ndim = max(x.ndim for x in tensors)
+    leading = (*batch, heads[0]) if ndim > 2 else ()
+    if key.ndim == query.ndim == value.ndim == 4 and key.shape[0] == value.shape[0] == batch[0]:
+        if query.shape[0] == batch[0]:
+            return query, key, value, leading
+    q, k, v = (
+        x.expand(*batch, h, *x.shape[-2:]).reshape(-1, h, *x.shape[-2:])
+        for x, h in zip(tensors, heads)
+    )
+    return q, k, v, leading
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    out, _ = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+    return out.transpose(1, 2)
+
+
+def _causal_bias(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool | None:
+    """Whether a causal bias is the top-left one; None if the mask is something else."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(mask, CausalBias):
+        return None
+    want = (q.shape[2], k.shape[2])
+    if (mask.seq_len_q, mask.seq_len_kv) != want:
+        raise ValueError(
+            f"flashgrad: attn_mask: a causal bias for {(mask.seq_len_q, mask.seq_len_kv)}, want "
+            f"{want} (query's and key's lengths)"
+        )
+    return mask.variant == CausalVariant.UPPER_LEFT

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flashgrad for Hugging Face Transformers: ``attn_implementation="flashgrad"``.
+
+``register()`` enters an attention function and a mask function under that name. The mask function
+evaluates a model's mask row by row, and hands the layers what it found: a diagonal band, a range
+of keys for each sequence, or both. So padding on either side, sliding windows and caches work
+without a dense mask, and a mask that is none of these is refused instead of dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from .torch._masks import REFUSED, KeyBand, band_attention, read_mask, recognise, seen_keys
+from .torch._ops import attention
+
+NAME = "flashgrad"
+
+# The mask is evaluated for that many rows at a time, so that its memory is linear in the length.
+_MASK_ROWS = 256
+
+
+class Unserved(NamedTuple):
+    """A mask that the layers refuse, unless offsets of packed sequences stand in for it."""
+
+    reason: str
+
+
+def register() -> None:
+    """Enters flashgrad as an attention implementation; more than one call does no harm.
+
+    Examples
+    --------
+    >>> import flashgrad.transformers
+    >>> flashgrad.transformers.register()
+    >>> # model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flashgrad")
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+    if not hasattr(check, "_flashgrad"):
+        PreTrainedModel._check_and_adjust_attn_implementation = _accept_name(check)
+
+
+def _accept_name(check: Callable[..., str]) -> Callable[..., str]:
+    """Transformers takes any name with "flash" in it for a build of flash-attention, and replaces
+    it where a model has a list of such builds (gpt-oss has); this name is none of them."""
+
+    @functools.wraps(check)
+    def accept(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation == NAME:
+            return NAME
+        return check(self, attn_implementation, *args, **kwargs)
+
+    accept._flashgrad = True  # type: ignore[attr-defined]
+    return accept
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> KeyBand | Unserved:
+    """Transformers' mask interface: what the layers of a forward pass see.
+
+    A causal mask without padding is known at once and works under torch.compile; any other is
+    evaluated and needs eager mode, with one synchronisation for each kind of mask of a model. A
+    mask that is no band with a range of keys (chunked attention, blocks of image tokens, packed
+    sequences) becomes an Unserved.
+    """
+    if attention_mask is None and mask_function is causal_mask_function:
+        return KeyBand(None, q_offset - kv_offset)
+    if torch.compiler.is_compiling():
+        return Unserved("padding, or not simply causal, under torch.compile")
+    if q_length == 0 or kv_length == 0:
+        return KeyBand(None, None)
+    parts = []
+    for begin in range(0, q_length, _MASK_ROWS):
+        rows = sdpa_mask(
+            batch_size=batch_size,
+            q_length=min(_MASK_ROWS, q_length - begin),
+            kv_length=kv_length,
+            q_offset=q_offset + begin,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        parts.append(seen_keys(rows[:, 0]))
+    first, last, count = (torch.cat(part, -1) for part in zip(*parts))
+    band = recognise(first, last, count, kv_length, torch.ones((), dtype=torch.bool, device=device))
+    return band if band is not None else Unserved("of another form")
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: KeyBand | Unserved | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    output_attentions: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface.
+
+    Parameters
+    ----------
+    query : Tensor (batch, heads_q, seqlen_q, head_dim)
+    key, value : Tensor (batch, heads_kv, seqlen_kv, head_dim or head_dim_v)
+    attention_mask : KeyBand, Tensor or None
+        What ``mask`` returned, or a boolean tensor of the user's, read as in
+        ``flashgrad.torch.scaled_dot_product_attention``. None: causal as ``is_causal`` or the
+        module says, with its ``sliding_window``.
+    s_aux : Tensor (heads_q), optional
+        Attention sinks.
+    cu_seq_lens_q, cu_seq_lens_k : int32 Tensor, optional
+        Offsets of the sequences packed into a batch of 1; then the mask is not used.
+    dropout, scaling, softcap, ...
+        As Transformers defines them.
+
+    Returns
+    -------
+    Tensor (batch, seqlen_q, heads_q, head_dim_v), None
+
+    Raises
+    ------
+    NotImplementedError
+        Dropout, position biases, attention weights as output, other masks.
+    """
+    for name, refused in (
+        ("dropout (set attention_dropout=0)", dropout),
+        ("position_bias", position_bias is not None),
+        ("output_attentions", output_attentions),
+    ):
+        if refused:
+            raise NotImplementedError(f"flashgrad: {name}: not supported")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if s_aux is not None:
+        s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        out, _ = attention(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            cu_seqlens_q=cu_seq_lens_q,
+            cu_seqlens_kv=cu_seq_lens_k,
+            max_seqlen_q=max_length_q or 0,
+            max_seqlen_kv=max_length_k or 0,
+            **_window(causal, sliding_window),
+            **options,
+        )
+        return out.unflatten(0, query.shape[:1] + query.shape[2:3]), None
+    if isinstance(attention_mask, KeyBand):
+        return band_attention(q, k, v, attention_mask, **options), None
+    if isinstance(attention_mask, Unserved):
+        raise NotImplementedError(
+            REFUSED.format(attention_mask.reason)
+            + "; packed sequences need cu_seq_lens_q and cu_seq_lens_k, as "
+            "DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives them"
+        )
+    if attention_mask is not None:
+        shape = (*query.shape[:3], key.shape[2])
+        band = read_mask(attention_mask, shape, shape[0])
+        return band_attention(q, k, v, band, **options), None
+    out, _ = attention(q, k, v, **_window(causal, sliding_window), **options)
+    return out, None
+
+
+def _window(causal: bool, sliding_window: int | None) -> dict[str, int | None]:
+    """The band of a layer without a mask: row i sees the last ``sliding_window`` keys up to i."""
+    if not causal:
+        if sliding_window is not None:
+            raise NotImplementedError(
+                "flashgrad: sliding_window: not supported without a mask in a layer that is not causal"
+            )
+        return {}
+    return {
+        "window_left": None if sliding_window is None else sliding_window - 1,
+        "window_right": 0,
+    }

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of other libraries, which flashgrad knows by DLPack alone."""
+
+import flashgrad
+import numpy as np
+import pytest
+import torch
+
+
+class Foreign:
+    """An array that speaks DLPack 1 (versioned capsules) or only the older protocol."""
+
+    def __init__(self, array, versioned):
+        self._array, self._versioned = array, versioned
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        if self._versioned:
+            return self._array.__dlpack__(max_version=options["max_version"])
+        if options:
+            raise TypeError("unexpected keyword argument")
+        return self._array.__dlpack__()
+
+
+@pytest.fixture
+def qkv():
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(1, 5, 2, 8)).astype(np.float32) for _ in range(3)]
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_both_capsules(qkv, versioned):
+    want, want_lse = flashgrad.forward(*qkv, causal=True)
+    foreign = [Foreign(x, versioned) for x in qkv]
+    out, lse = flashgrad.forward(*foreign, causal=True)
+    assert isinstance(out, np.ndarray)
+    assert np.array_equal(out, want) and np.array_equal(lse, want_lse)
+    dq, dk, dv = flashgrad.backward(out, *foreign, out, lse, causal=True)
+    for got, reference in zip((dq, dk, dv), flashgrad.backward(want, *qkv, want, lse, causal=True)):
+        assert np.array_equal(got, reference)
+    given = np.empty_like(want)
+    assert isinstance(flashgrad.forward(*foreign, causal=True, out=Foreign(given, versioned))[0], Foreign)
+    assert np.array_equal(given, want)
+
+
+def test_read_only(qkv):
+    want = flashgrad.forward(*qkv)[0]
+    for x in qkv:
+        x.flags.writeable = False
+    foreign = [Foreign(x, True) for x in qkv]
+    assert np.array_equal(flashgrad.forward(*foreign)[0], want)
+    want.flags.writeable = False
+    with pytest.raises(ValueError, match="out: is read-only"):
+        flashgrad.forward(*foreign, out=Foreign(want, True))
+
+
+def test_other_devices_are_refused(qkv):
+    class OnGpu(Foreign):
+        def __dlpack_device__(self):
+            return 2, 0
+
+    with pytest.raises(NotImplementedError, match="DLPack device type 2"):
+        flashgrad.forward(OnGpu(qkv[0], True), *qkv[1:], out=qkv[0], lse=False)
+
+
+def test_torch_tensors(qkv):
+    want, want_lse = flashgrad.forward(*qkv)
+    tensors = [torch.tensor(x, requires_grad=True) for x in qkv]
+    out, lse = flashgrad.forward(*tensors)
+    assert isinstance(out, torch.Tensor) and not out.requires_grad
+    assert np.array_equal(out.numpy(), want) and np.array_equal(lse.numpy(), want_lse)
+    gradients = flashgrad.backward(out, *tensors, out, lse)
+    for got, reference in zip(gradients, flashgrad.backward(want, *qkv, want, want_lse)):
+        assert np.array_equal(got.numpy(), reference)
+    bf16 = [x.bfloat16() for x in tensors]
+    assert flashgrad.forward(*bf16)[0].dtype == torch.bfloat16

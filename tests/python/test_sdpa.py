@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flashgrad.torch.scaled_dot_product_attention against PyTorch's own."""
+
+import flashgrad.torch as fgt
+import pytest
+import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+BATCH, HEADS, ROWS, KEYS, DIM = 3, 4, 9, 12, 8
+
+
+def tensors(rows=ROWS, keys=KEYS, heads_kv=HEADS, lead=(BATCH,), dim_v=DIM):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((*lead, HEADS, rows, DIM), (*lead, heads_kv, keys, DIM), (*lead, heads_kv, keys, dim_v))
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def compare(inputs, *args, reference_args=None, **kwargs):
+    """Both functions, forward and backward; rows that see nothing are 0 in PyTorch too."""
+    got = fgt.scaled_dot_product_attention(*inputs, *args, **kwargs)
+    want = sdpa(*inputs, *(args if reference_args is None else reference_args), **kwargs)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    dout = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    for a, b in zip(torch.autograd.grad(got, inputs, dout), torch.autograd.grad(want, inputs, dout)):
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.2, "is_causal": True}])
+@pytest.mark.parametrize("rows, keys", [(9, 12), (12, 9)])
+def test_matches_pytorch(options, rows, keys):
+    compare(tensors(rows, keys), **options)
+
+
+def test_dimensions():
+    compare(tensors(heads_kv=2), enable_gqa=True, is_causal=True)
+    compare(tensors(dim_v=5))
+    compare(tensors(lead=()))  # (heads, L, E)
+    compare(tensors(lead=(2, 3)))
+    q, k, v = (x[0, 0].detach().requires_grad_() for x in tensors())
+    compare((q, k, v))  # (L, E)
+    q, k, v = tensors()
+    k, v = (x[:1].detach().requires_grad_() for x in (k, v))
+    compare((q, k, v))  # one key sequence for the whole batch
+    k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
+    compare((q, k, v))  # one key head
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_causal_biases(bias):
+    inputs = tensors()
+    compare(inputs, bias(ROWS, KEYS))
+    with pytest.raises(ValueError, match="a causal bias for"):
+        fgt.scaled_dot_product_attention(*inputs, bias(ROWS, KEYS + 1))
+
+
+def padding(start, stop):
+    j = torch.arange(KEYS)
+    start, stop = torch.tensor(start), torch.tensor(stop)
+    return ((j >= start[:, None]) & (j < stop[:, None]))[:, None, None]
+
+
+BAND = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(2).triu(-3)
+CAUSAL = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS)
+MASKS = {
+    "full": torch.ones(ROWS, KEYS, dtype=torch.bool),
+    "band": BAND,
+    "band off the diagonal": torch.ones(ROWS, KEYS, dtype=torch.bool).triu(2),
+    "empty": torch.zeros(ROWS, KEYS, dtype=torch.bool),
+    "right padding": padding([0, 0, 0], [12, 5, 1]),
+    "left padding": padding([0, 4, 11], [12, 12, 12]),
+    "both sides, one sequence empty": padding([2, 0, 5], [9, 12, 5]),
+    "causal and left padding": CAUSAL & padding([0, 3, 7], [12, 12, 12]),
+    "band and padding, for each head": (BAND & padding([1, 0, 2], [12, 6, 9])).repeat(1, HEADS, 1, 1),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_boolean_masks(mask):
+    compare(tensors(), mask)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "rows first"])
+def test_left_padding_of_gqa(layout):
+    inputs = tensors(heads_kv=2)
+    if layout == "rows first":
+        inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+        inputs = [x.requires_grad_() for x in inputs]
+    compare(inputs, MASKS["causal and left padding"], enable_gqa=True)
+
+
+def other_masks():
+    hole = MASKS["full"].clone()
+    hole[4, 5] = False
+    heads = BAND.repeat(BATCH, HEADS, 1, 1)
+    heads[1, 2] = True
+    rows = padding([0, 0, 0], [12, 12, 12]).repeat(1, 1, ROWS, 1)
+    rows[1, :, 3] = False
+    return {"a hole": hole, "heads differ": heads, "a row sees nothing": rows}
+
+
+@pytest.mark.parametrize("mask", other_masks().values(), ids=other_masks().keys())
+def test_other_boolean_masks_are_refused(mask):
+    with pytest.raises(NotImplementedError, match="attention mask: a boolean mask of another form"):
+        fgt.scaled_dot_product_attention(*tensors(), mask)
+
+
+def test_refusals():
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match="a bias of dtype torch.float32"):
+        fgt.scaled_dot_product_attention(q, k, v, torch.zeros(ROWS, KEYS))
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        fgt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    with pytest.raises(ValueError, match="attn_mask: given with is_causal"):
+        fgt.scaled_dot_product_attention(q, k, v, MASKS["band"], is_causal=True)
+    with pytest.raises(ValueError, match="attention mask: shape"):
+        fgt.scaled_dot_product_attention(q, k, v, MASKS["band"][:, :-1])
+    with pytest.raises(ValueError, match="key: 2 heads"):
+        fgt.scaled_dot_product_attention(q, *tensors(heads_kv=2)[1:])
+    with pytest.raises(ValueError, match="query: 1 dimensions"):
+        fgt.scaled_dot_product_attention(q[0, 0, 0], k, v)
+
+
+def test_masks_under_compile_are_refused():
+    compiled = torch.compile(fgt.scaled_dot_product_attention, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="a tensor under torch.compile"):
+        compiled(*tensors(), MASKS["band"])
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_causal_bias_under_compile(bias):
+    inputs = tensors()
+    mask = bias(ROWS, KEYS)
+    compiled = torch.compile(
+        lambda q, k, v: fgt.scaled_dot_product_attention(q, k, v, mask),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    want = fgt.scaled_dot_product_attention(*inputs, mask)
+    assert torch.equal(compiled(*inputs), want)

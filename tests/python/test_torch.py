@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flashgrad.torch: flash-attn's functions under autograd and everything that PyTorch adds to it."""
+
+import math
+import subprocess
+import sys
+
+import flashgrad
+import flashgrad.torch as fgt
+import pytest
+import textbook
+import torch
+from torch.autograd import gradcheck
+from torch.utils.checkpoint import checkpoint
+
+FORWARD, BACKWARD = torch.ops.flashgrad.forward.default, torch.ops.flashgrad.backward.default
+
+
+def tensors(*shapes, dtype=torch.float32, seed=0, requires_grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_(requires_grad)
+        for shape in shapes
+    ]
+
+
+def close(got, want, tolerance=3e-5):
+    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=tolerance)
+
+
+def qkv(seqlen_q=13, seqlen_k=17, heads_q=4, heads_k=2, **options):
+    return tensors((2, seqlen_q, heads_q, 8), (2, seqlen_k, heads_k, 8), (2, seqlen_k, heads_k, 8), **options)
+
+
+@pytest.mark.parametrize(
+    "options, textbook_options",
+    [
+        ({}, {}),
+        ({"causal": True}, {"right": 0}),
+        ({"causal": True, "window_size": (4, 4)}, {"left": 4, "right": 0}),
+        ({"window_size": (3, -1)}, {"left": 3}),
+        ({"window_size": (None, 2)}, {"right": 2}),
+        ({"window_size": (5, 2), "alignment": "top-left"}, {"left": 5, "right": 2, "shift": 0}),
+        ({"softmax_scale": 0.4, "softcap": 2.0}, {"scale": 0.4, "softcap": 2.0}),
+    ],
+)
+def test_flash_attn_func(options, textbook_options):
+    inputs = qkv()
+    (sinks,) = tensors((4,))
+    dout, dlse = tensors((2, 13, 4, 8), (2, 4, 13), seed=1, requires_grad=False)
+    results, gradients = [], []
+    for function, kwargs in (
+        (fgt.flash_attn_func, {**options, "return_lse": True}),
+        (textbook.attention, textbook_options),
+    ):
+        out, lse = function(*inputs, sinks=sinks, **kwargs)
+        results.append((out, lse))
+        gradients.append(torch.autograd.grad((out, lse), (*inputs, sinks), (dout.to(out), dlse.to(lse))))
+    for got, want in (*zip(*results), *zip(*gradients)):
+        close(got, want)
+
+
+def test_return_forms():
+    inputs = qkv()
+    out, lse = fgt.flash_attn_func(*inputs, return_lse=True)
+    probs = fgt.flash_attn_func(*inputs, return_attn_probs=True)
+    assert torch.equal(fgt.flash_attn_func(*inputs), out)
+    assert torch.equal(probs[0], out) and torch.equal(probs[1], lse) and probs[2] is None
+    assert lse.dtype == torch.float32 and lse.shape == (2, 4, 13)
+
+
+def test_packed_forms():
+    (packed,) = tensors((2, 9, 3, 2, 8))
+    q, k, v = packed.unbind(2)
+    want = fgt.flash_attn_func(q, k, v, causal=True)
+    got = fgt.flash_attn_qkvpacked_func(packed, causal=True)
+    assert torch.equal(got, want)
+    dout = torch.randn_like(want)
+    assert torch.equal(*(torch.autograd.grad(x, packed, dout)[0] for x in (got, want)))
+    assert torch.equal(fgt.flash_attn_kvpacked_func(q, packed[:, :, 1:], causal=True), want)
+
+    cu = torch.tensor([0, 4, 4, 18], dtype=torch.int32)
+    flat = packed.flatten(0, 1)
+    want = fgt.flash_attn_varlen_func(*flat.unbind(1), cu, cu, 14, 14, causal=True)
+    assert torch.equal(fgt.flash_attn_varlen_qkvpacked_func(flat, cu, 14, causal=True), want)
+    got = fgt.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], cu, cu, 14, 14, causal=True)
+    assert torch.equal(got, want)
+    alone = fgt.flash_attn_qkvpacked_func(flat[None, 4:], causal=True)
+    assert torch.equal(want[4:], alone[0])
+    with pytest.raises(ValueError, match="qkv: shape"):
+        fgt.flash_attn_qkvpacked_func(packed[:, :, :2])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"dropout_p": 0.1}, "dropout_p: 0.1"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes"),
+    ],
+)
+def test_refused_options(change, words):
+    with pytest.raises(NotImplementedError, match=words):
+        fgt.flash_attn_func(*qkv(), **change)
+
+
+def test_errors_of_the_library():
+    q, k, v = qkv()
+    cu = torch.tensor([0, 26], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="block_table"):
+        fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 13, 17, block_table=cu)
+    with pytest.raises(ValueError, match="k: dtype bf16, want f32"):
+        fgt.flash_attn_func(q, k.bfloat16(), v)
+    with pytest.raises(ValueError, match="cu_seqlens_q: dtype i64, want i32"):
+        fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu.long(), cu, 13, 17)
+    with pytest.raises(ValueError, match="q: 3 dimensions"):
+        fgt.flash_attn_func(q[0], k, v)
+    with pytest.raises(ValueError, match="alignment: 'left'"):
+        fgt.flash_attn_func(q, k, v, alignment="left")
+
+
+@pytest.mark.parametrize("causal, softcap", [(False, 0.0), (True, 1.3)])
+def test_gradcheck(causal, softcap):
+    inputs = tensors((1, 4, 2, 3), (1, 5, 1, 3), (1, 5, 1, 2), (2,), dtype=torch.float64)
+
+    def function(q, k, v, sinks):
+        return fgt.flash_attn_func(
+            q, k, v, causal=causal, softcap=softcap, sinks=sinks, return_lse=True
+        )
+
+    assert gradcheck(function, inputs)
+
+
+def test_gradcheck_varlen():
+    inputs = tensors((6, 2, 3), (7, 1, 3), (7, 1, 2), dtype=torch.float64)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 6], [0, 4, 7]))
+    assert gradcheck(
+        lambda *x: fgt.flash_attn_varlen_func(*x, cu_q, cu_k, 4, 4, causal=True, return_lse=True),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_inputs_are_not_computed(frozen, monkeypatch):
+    inputs = qkv()
+    want = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs)
+    inputs[frozen].requires_grad_(False)
+    computed = []
+    prepare = flashgrad._call.Call.prepare
+
+    def watch(call, *args):
+        computed.append([pointer != 0 for pointer in call.pointers[7:10]])
+        return prepare(call, *args)
+
+    monkeypatch.setattr(flashgrad._call.Call, "prepare", watch)
+    fgt.flash_attn_func(*inputs).sum().backward()
+    assert computed[-1] == [i != frozen for i in range(3)]
+    assert inputs[frozen].grad is None
+    for i in range(3):
+        if i != frozen:
+            assert torch.equal(inputs[i].grad, want[i])
+
+
+def test_expanded_dout_is_read_in_place():
+    inputs = qkv()
+    got = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs)
+    want = torch.autograd.grad(fgt.flash_attn_func(*inputs), inputs, torch.ones(2, 13, 4, 8))
+    assert all(map(torch.equal, got, want))
+    out, lse = fgt.flash_attn_func(*inputs, return_lse=True)
+    got = torch.autograd.grad(lse.sum(), inputs)
+    assert not got[2].any()
+    want = torch.autograd.grad(textbook.attention(*inputs)[1].sum(), inputs[:2])
+    for a, b in zip(got, want):
+        close(a, b)
+
+
+def test_noncontiguous_inputs():
+    inputs = [x.detach() for x in qkv()]
+    want = fgt.flash_attn_func(*inputs)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    dim_first = [x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in inputs]
+    for other in (heads_first, dim_first):
+        other = [x.requires_grad_() for x in other]
+        out = fgt.flash_attn_func(*other)
+        assert torch.equal(out, want)
+        dout = torch.randn(8, 2, 13, 4).permute(1, 2, 3, 0)
+        got = torch.autograd.grad(out, other, dout)
+        fresh = [x.clone().requires_grad_() for x in inputs]
+        reference = torch.autograd.grad(fgt.flash_attn_func(*fresh), fresh, dout.contiguous())
+        assert all(map(torch.equal, got, reference))
+
+
+def test_double_backward_says_so():
+    inputs = qkv()
+    (dq,) = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        dq.sum().backward()
+
+
+def options(sinks=None, cu=None, max_seqlen=0, left=None, right=0):
+    return (sinks, cu, cu, None, None, None, max_seqlen, max_seqlen, left, right, False, None, 0.0, False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(packed, dtype):
+    q, k, v = qkv(seqlen_q=17, dtype=dtype)
+    (sinks,) = tensors((4,))
+    cu = None
+    if packed:
+        q, k, v = (x[0].detach().requires_grad_() for x in (q, k, v))
+        cu = torch.tensor([0, 5, 17], dtype=torch.int32)
+    arguments = options(sinks, cu, 12 if packed else 0, left=6)
+    torch.library.opcheck(FORWARD, (q, k, v, *arguments))
+    with torch.no_grad():
+        out, lse = FORWARD(q, k, v, *arguments)
+        for needs in ((True, True, True, True), (False, True, False, False)):
+            torch.library.opcheck(
+                BACKWARD,
+                (torch.ones_like(out), None, *(x.detach() for x in (q, k, v)), out, lse)
+                + (sinks.detach(), *arguments[1:], *needs),
+            )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_has_no_graph_break(dynamic):
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    def compiled(q, k, v):
+        out, lse = fgt.flash_attn_func(
+            q * 2, k, v, causal=True, window_size=(7, 0), return_lse=True
+        )
+        return out.sin(), lse
+
+    for seqlen in (13, 11) if dynamic else (13,):
+        inputs = qkv(seqlen_q=seqlen)
+        got = compiled(*inputs)
+        gradients = torch.autograd.grad(got[0].sum() + got[1].sum(), inputs)
+        q, k, v = inputs
+        out, lse = fgt.flash_attn_func(q * 2, k, v, causal=True, window_size=(7, 0), return_lse=True)
+        want = (out.sin(), lse)
+        assert all(map(torch.equal, got, want))
+        reference = torch.autograd.grad(want[0].sum() + want[1].sum(), inputs)
+        for a, b in zip(gradients, reference):
+            close(a, b, 1e-6)
+
+
+def test_compile_varlen_and_sdpa():
+    cu = torch.tensor([0, 5, 13], dtype=torch.int32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(q, k, v, cu):
+        packed = fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 8, 8, causal=True)
+        return packed, fgt.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+
+    inputs = qkv(seqlen_k=13)
+    packed, out = compiled(*inputs, cu)
+    q, k, v = inputs
+    assert torch.equal(packed, fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 8, 8, causal=True))
+    assert torch.equal(out.transpose(1, 2), fgt.flash_attn_func(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant):
+    inputs = qkv()
+    out = checkpoint(fgt.flash_attn_func, *inputs, use_reentrant=use_reentrant)
+    out.sum().backward()
+    want = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs)
+    for x, gradient in zip(inputs, want):
+        assert torch.equal(x.grad, gradient)
+
+
+def test_autocast():
+    inputs = qkv()
+    (sinks,) = tensors((4,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = fgt.flash_attn_func(*inputs, sinks=sinks)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, fgt.flash_attn_func(*(x.bfloat16() for x in inputs), sinks=sinks))
+    gradients = torch.autograd.grad(out.float().sum(), (*inputs, sinks))
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    doubles = [x.double() for x in inputs]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fgt.flash_attn_func(*doubles).dtype == torch.float64
+
+
+def test_fake_tensors_and_meta():
+    q, k, v = (x.to("meta") for x in qkv(dtype=torch.bfloat16))
+    out, lse = fgt.flash_attn_func(q, k, v, return_lse=True)
+    assert out.shape == (2, 13, 4, 8) and out.dtype == torch.bfloat16 and out.device.type == "meta"
+    assert lse.shape == (2, 4, 13) and lse.dtype == torch.float32
+
+
+def test_rows_that_see_nothing():
+    q, k, v = qkv(seqlen_q=5, seqlen_k=3)
+    out, lse = fgt.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert not out[:, :2].any() and torch.all(lse[:, :, :2] == -math.inf)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_training_step_in_a_module():
+    """A layer learns to copy its input, through the same lines that a user would write."""
+    torch.manual_seed(0)
+    project = torch.nn.Linear(16, 48)
+    optimizer = torch.optim.Adam(project.parameters(), 0.02)
+    x = torch.randn(4, 12, 16)
+    losses = []
+    for _ in range(40):
+        q, k, v = project(x).view(4, 12, 3, 2, 8).unbind(2)
+        loss = (fgt.flash_attn_func(q, k, v, causal=True).flatten(2) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_import_leaves_torch_alone():
+    code = "import sys, flashgrad; assert 'torch' not in sys.modules; import flashgrad.torch"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

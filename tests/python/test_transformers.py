@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flashgrad.transformers: small models of three kinds against Transformers' own eager attention."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import flashgrad  # noqa: E402
+import flashgrad.transformers as fgt  # noqa: E402
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, sliding_window=5, attn_logit_softcapping=3.0, query_pre_attn_scalar=8
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    fgt.register()
+    fgt.register()
+
+
+def model(kind, implementation):
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[kind](), attn_implementation=implementation
+    )
+    with torch.no_grad():  # gpt-oss leaves its sinks as they are in memory
+        for name, parameter in made.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    return made
+
+
+def loss_and_gradients(made, inputs, attention_mask):
+    # The first token is predicted by the row before it, which may be padding.
+    seen = torch.nn.functional.pad(attention_mask, (1, 0))[:, :-1] * attention_mask
+    labels = inputs.masked_fill(seen == 0, -100)
+    output = made(inputs, attention_mask=attention_mask, labels=labels, use_cache=False)
+    gradients = torch.autograd.grad(output.loss, list(made.parameters()))
+    return output.loss, output.logits, gradients
+
+
+def batch(padding):
+    inputs = torch.randint(1, 50, (3, 11), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(inputs)
+    if padding == "left":
+        mask[0, :4], mask[1, :9] = 0, 0
+    elif padding == "right":
+        mask[0, 8:], mask[1, 2:] = 0, 0
+    return inputs.masked_fill(mask == 0, 0), mask
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_trains_as_eager_does(kind, padding):
+    inputs, mask = batch(padding)
+    eager, ours = (model(kind, name) for name in ("eager", "flashgrad"))
+    assert ours.config._attn_implementation == "flashgrad"
+    want, got = (loss_and_gradients(x, inputs, mask) for x in (eager, ours))
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
+    rows = mask.bool()
+    torch.testing.assert_close(got[1][rows], want[1][rows], rtol=0, atol=1e-4)
+    for a, b in zip(got[2], want[2]):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_padding_matters():
+    """The left-padded batch differs from the same batch without its mask."""
+    inputs, mask = batch("left")
+    ours = model("llama", "flashgrad")
+    padded, plain = (ours(inputs, attention_mask=m).logits for m in (mask, None))
+    assert (padded - plain)[mask.bool()].abs().max() > 1e-3
+
+
+def test_no_mask_and_gradient_checkpointing():
+    inputs, mask = batch("none")
+    want = loss_and_gradients(model("gemma2", "eager"), inputs, mask)
+    ours = model("gemma2", "flashgrad")
+    ours.gradient_checkpointing_enable()
+    ours.train()
+    output = ours(inputs, labels=inputs, use_cache=False)
+    gradients = torch.autograd.grad(output.loss, list(ours.parameters()))
+    for a, b in zip(gradients, want[2]):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_generates_as_eager_does(kind):
+    inputs, mask = batch("left")
+    tokens = [
+        model(kind, name).generate(inputs, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        for name in ("eager", "flashgrad")
+    ]
+    assert torch.equal(*tokens)
+
+
+def test_packed_batch():
+    """Sequences packed into a batch of 1, with their offsets."""
+    inputs, _ = batch("none")
+    ours = model("llama", "flashgrad")
+    want = ours(inputs).logits
+    cu = torch.arange(0, 34, 11, dtype=torch.int32)
+    positions = torch.arange(11).repeat(3)[None]
+    offsets = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 11, "max_length_k": 11}
+    got = ours(inputs.reshape(1, -1), position_ids=positions, use_cache=False, **offsets).logits
+    torch.testing.assert_close(got.reshape(want.shape), want, rtol=0, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="packed sequences"):
+        ours(inputs.reshape(1, -1), position_ids=positions, use_cache=False)
+
+
+def test_refusals():
+    inputs, mask = batch("left")
+    mask[2, 5] = 0  # a hole
+    ours = model("llama", "flashgrad")
+    with pytest.raises(NotImplementedError, match="attention mask"):
+        ours(inputs, attention_mask=mask)
+    ours.config.attention_dropout = 0.1
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    ours.train()
+    with pytest.raises(NotImplementedError, match="dropout"):
+        ours(inputs)
+
+
+def test_own_mask_tensor():
+    inputs, _ = batch("none")
+    ours = model("llama", "flashgrad")
+    causal = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
+    got = ours(inputs, attention_mask=causal.expand(3, -1, -1, -1), use_cache=False).logits
+    assert torch.equal(got, ours(inputs).logits)
+
+
+def test_other_names_are_still_checked():
+    with pytest.raises((ValueError, ImportError)):
+        model("llama", "flash_attention_9")
