@@ -19,6 +19,7 @@
 #include "core/dtype.hpp"
 #include "core/mask.hpp"
 #include "cuda/sm90/fwd_launch.hpp"
+#include "cuda/sm90/sm90_backend.hpp"
 
 namespace flashgrad {
 namespace {
@@ -613,6 +614,10 @@ bool run_case(const Kernel& kernel, const Case& c) {
 }  // namespace flashgrad
 
 int main(int argc, char** argv) {
+  if (!flashgrad::sm90_backend.available()) {
+    std::printf("skipped: %s\n", flashgrad::sm90_backend.detail());
+    return 77;
+  }
   int failed = 0;
   int count = 0;
   for (const auto& kernel : flashgrad::kKernels) {
