@@ -14,10 +14,10 @@ namespace flashgrad {
 std::span<const Backend* const> backends() {
   static constexpr std::array kBackends = {
 #if defined(FLASHGRAD_CUDA)
-      &sm90_backend,
+    &sm90_backend,
 #endif
-      &cpu_backend,
-      &reference_backend,
+    &cpu_backend,
+    &reference_backend,
   };
   return kBackends;
 }

@@ -74,7 +74,8 @@ struct Tensor {
   std::int64_t head_stride = 0;
   std::int64_t dim_stride = 1;
 
-  [[nodiscard]] FG_HOST_DEVICE constexpr std::int64_t offset(std::int64_t b, std::int64_t i, std::int64_t h) const {
+  [[nodiscard]] FG_HOST_DEVICE constexpr std::int64_t offset(std::int64_t b, std::int64_t i,
+                                                             std::int64_t h) const {
     return b * batch_stride + i * row_stride + h * head_stride;
   }
   FG_HOST_DEVICE constexpr explicit operator bool() const { return data != nullptr; }
