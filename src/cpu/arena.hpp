@@ -22,7 +22,7 @@ class Arena {
   T* take(std::int64_t count) {
     const std::uintptr_t at = begin_ + used_;
     used_ += round_up(static_cast<std::size_t>(count) * sizeof(T));
-    return begin_ == 0 ? nullptr : reinterpret_cast<T*>(at);
+    return begin_ == 0 ? nullptr : reinterpret_cast<T*>(at);  // NOLINT(performance-no-int-to-ptr)
   }
 
   // What was taken, with what the alignment of the first slice needed.

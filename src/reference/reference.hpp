@@ -242,7 +242,7 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
       if (!band.visible(rows[r], j)) {
         continue;
       }
-      const double s = static_cast<double>(f.round(f.logit(dot(q[r], k, d))));
+      const auto s = static_cast<double>(f.round(f.logit(dot(q[r], k, d))));
       if (s > m[r]) {
         l[r] = l[r] * std::exp(m[r] - s) + std::exp(s - s);
         m[r] = s;
