@@ -305,7 +305,7 @@ TableEntry parse_entry(std::string_view json_line) {
 }
 
 const std::vector<TableEntry>& table() {
-  static const std::vector<TableEntry> entries = [] {
+  static const std::vector<TableEntry> kEntries = [] {
     std::vector<TableEntry> result;
     std::string_view text = kCaseTable;
     while (!text.empty()) {
@@ -317,7 +317,7 @@ const std::vector<TableEntry>& table() {
     }
     return result;
   }();
-  return entries;
+  return kEntries;
 }
 
 }  // namespace flashgrad::check

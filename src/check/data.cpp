@@ -18,7 +18,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // 2^16 draws of a standard normal (Box-Muller), which large tensors then pick from.
 const std::vector<float>& normal_draws() {
-  static const std::vector<float> draws = [] {
+  static const std::vector<float> kDraws = [] {
     std::vector<float> x(1U << 16);
     for (std::size_t n = 0; n < x.size(); ++n) {
       const std::uint64_t bits = mix(n);
@@ -28,7 +28,7 @@ const std::vector<float>& normal_draws() {
     }
     return x;
   }();
-  return draws;
+  return kDraws;
 }
 
 void fill_normal(const HostTensor& t, double factor, std::uint64_t stream) {

@@ -162,7 +162,7 @@ bool Buffer::guards_intact() const {
   return is_poison(static_cast<const std::byte*>(mapping_), data_);
 }
 
-HostTensor::HostTensor(DLDataType dtype, std::vector<std::int64_t> shape)
+HostTensor::HostTensor(DLDataType dtype, const std::vector<std::int64_t>& shape)
     : HostTensor(dtype, shape, compact_strides(shape)) {}
 
 HostTensor::HostTensor(DLDataType dtype, std::vector<std::int64_t> shape,

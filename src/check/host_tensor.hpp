@@ -51,7 +51,7 @@ class HostTensor {
  public:
   HostTensor() = default;  // absent
   // Compact, in a buffer of its own.
-  HostTensor(DLDataType dtype, std::vector<std::int64_t> shape);
+  HostTensor(DLDataType dtype, const std::vector<std::int64_t>& shape);
   // With `strides` in elements, in a buffer of its own that is just large enough.
   HostTensor(DLDataType dtype, std::vector<std::int64_t> shape, std::vector<std::int64_t> strides);
   // From element `offset` of a buffer that others use too.

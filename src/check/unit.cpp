@@ -90,8 +90,8 @@ double cost_of(const Unit& u) {
     pairs += static_cast<double>(u.at.band.kv_range(i, i + 1).size());
   }
   const Problem& p = u.problem;
-  const double elements = static_cast<double>((p.heads_q * u.seqlen_q() + u.at.band.seqlen_kv) *
-                                              (p.head_dim + p.head_dim_v));
+  const auto elements = static_cast<double>((p.heads_q * u.seqlen_q() + u.at.band.seqlen_kv) *
+                                            (p.head_dim + p.head_dim_v));
   const auto flops_per_pair = static_cast<double>(8 * p.head_dim + 6 * p.head_dim_v);
   return pairs * static_cast<double>(p.heads_q) * flops_per_pair + 1000 * elements;
 }

@@ -244,7 +244,7 @@ class Backward {
 
   // All jobs that see nothing or are small, in runs, so that taking one costs little.
   void run_alone(const Thread& thread, int num_threads) {
-    std::int64_t run = num_jobs_ / (8 * num_threads);
+    std::int64_t run = num_jobs_ / (std::int64_t{8} * num_threads);
     run = run < 1 ? 1 : run > 32 ? 32 : run;
     for (std::int64_t begin;
          (begin = next_alone_.fetch_add(run, std::memory_order_relaxed)) < num_jobs_;) {

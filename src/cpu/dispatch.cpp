@@ -24,8 +24,8 @@ bool read_f16c() {
 // Read once: in a virtual machine each cpuid leaves to the host, 30 us (measured: 60 us a call of
 // fg_workspace_size without this, 1 us with it).
 bool has_f16c() {
-  static const bool result = read_f16c();
-  return result;
+  static const bool kResult = read_f16c();
+  return kResult;
 }
 
 // __builtin_cpu_supports also asks whether the operating system saves the registers.

@@ -350,7 +350,7 @@ TEST_F(Run, UnalignedDataGivesTheSameBits) {
 TEST_F(Run, WorksFromAnyFolderAndInPlace) {
   write_input(inputs("BF16"));
   ToolEnvironment environment;
-  environment.directory = directory_.string();
+  environment.directory = directory.string();
   EXPECT_EQ(run_tool({"run", "--input", "in", "--output", "in"}, environment).exit_status, 0);
   const SafetensorsFile file(path("in"));
   EXPECT_NE(file.find("dq"), nullptr);
@@ -385,7 +385,7 @@ TEST_F(Run, FailuresLeaveTheOldOutput) {
 TEST_F(Run, OutputsThatCannotBeWritten) {
   write_input(inputs("F32"));
   for (const std::string& output :
-       {path("no/such/folder/out"), directory_.string(), std::string("/dev/null"),
+       {path("no/such/folder/out"), directory.string(), std::string("/dev/null"),
         std::string("/proc/out"), path("out/")}) {
     const ToolResult result = run_tool({"run", "--input", path("in"), "--output", output});
     EXPECT_EQ(result.exit_status, 2) << output;

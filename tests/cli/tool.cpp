@@ -54,7 +54,7 @@ std::int64_t num_elements(const std::vector<std::int64_t>& shape) {
   if (!environment.directory.empty() && chdir(environment.directory.c_str()) != 0) {
     _exit(126);
   }
-  for (std::string variable : environment.variables) {
+  for (const std::string& variable : environment.variables) {
     const std::size_t equals = variable.find('=');
     setenv(variable.substr(0, equals).c_str(), variable.substr(equals + 1).c_str(), 1);
   }
@@ -129,11 +129,11 @@ FileTensor integers(const std::string& name, const std::string& dtype,
   return tensor;
 }
 
-void ToolTest::SetUp() { directory_ = make_directory(); }
+void ToolTest::SetUp() { directory = make_directory(); }
 
-void ToolTest::TearDown() { fs::remove_all(directory_); }
+void ToolTest::TearDown() { fs::remove_all(directory); }
 
-std::string ToolTest::path(const std::string& name) const { return (directory_ / name).string(); }
+std::string ToolTest::path(const std::string& name) const { return (directory / name).string(); }
 
 void ToolTest::put(const std::string& name, const std::string& bytes) const {
   std::ofstream(path(name), std::ios::binary) << bytes;
@@ -143,7 +143,7 @@ std::string ToolTest::contents(const std::string& name) const { return read_file
 
 std::size_t ToolTest::num_files() const {
   return static_cast<std::size_t>(
-      std::distance(fs::directory_iterator(directory_), fs::directory_iterator()));
+      std::distance(fs::directory_iterator(directory), fs::directory_iterator()));
 }
 
 void ToolTest::write_input(const std::vector<FileTensor>& tensors) const {

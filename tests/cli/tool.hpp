@@ -72,7 +72,7 @@ class ToolTest : public testing::Test {
   [[nodiscard]] std::string output_dtype(const std::string& name) const;
   [[nodiscard]] std::vector<std::byte> output_bytes(const std::string& name) const;
 
-  std::filesystem::path directory_;
+  std::filesystem::path directory;
 };
 
 }  // namespace flashgrad::tool

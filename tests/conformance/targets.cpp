@@ -43,8 +43,8 @@ Found find() {
 }
 
 const Found& found() {
-  static const Found result = find();
-  return result;
+  static const Found kResult = find();
+  return kResult;
 }
 
 }  // namespace

@@ -213,12 +213,12 @@ class SafetensorsFileTest : public testing::Test {
   void SetUp() override {
     std::string name = (fs::temp_directory_path() / "flashgrad-test-XXXXXX").string();
     ASSERT_NE(mkdtemp(name.data()), nullptr);
-    directory_ = name;
+    directory = name;
   }
-  void TearDown() override { fs::remove_all(directory_); }
+  void TearDown() override { fs::remove_all(directory); }
 
   [[nodiscard]] std::string path(const std::string& name) const {
-    return (directory_ / name).string();
+    return (directory / name).string();
   }
 
   [[nodiscard]] std::string contents(const std::string& name) const {
@@ -232,15 +232,15 @@ class SafetensorsFileTest : public testing::Test {
 
   [[nodiscard]] std::size_t num_files() const {
     return static_cast<std::size_t>(
-        std::distance(fs::directory_iterator(directory_), fs::directory_iterator()));
+        std::distance(fs::directory_iterator(directory), fs::directory_iterator()));
   }
 
-  std::vector<float> values_ = {1.5F, -2, 3};
+  std::vector<float> values = {1.5F, -2, 3};
   [[nodiscard]] OutputTensor output() const {
-    return {"x", "F32", {3}, std::as_bytes(std::span(values_))};
+    return {"x", "F32", {3}, std::as_bytes(std::span(values))};
   }
 
-  fs::path directory_;
+  fs::path directory;
 };
 
 TEST_F(SafetensorsFileTest, ReadsWhatItWrote) {
@@ -254,7 +254,7 @@ TEST_F(SafetensorsFileTest, ReadsWhatItWrote) {
   EXPECT_EQ(file.find("y"), nullptr);
   const Buffer buffer = file.load(*file.find("x"));
   ASSERT_EQ(buffer.size(), 12U);
-  EXPECT_EQ(std::memcmp(buffer.data(), values_.data(), 12), 0);
+  EXPECT_EQ(std::memcmp(buffer.data(), values.data(), 12), 0);
   const Buffer half_buffer = file.load(*file.find("h"));
   EXPECT_EQ(std::memcmp(half_buffer.data(), halves.data(), 6), 0);
   EXPECT_EQ(num_files(), 1U);
@@ -288,7 +288,7 @@ TEST_F(SafetensorsFileTest, EveryTruncationIsRefused) {
 }
 
 TEST_F(SafetensorsFileTest, OnlyRegularFilesAreRead) {
-  EXPECT_THROW(SafetensorsFile{directory_.string()}, Error);
+  EXPECT_THROW(SafetensorsFile{directory.string()}, Error);
   EXPECT_THROW(SafetensorsFile{"/dev/zero"}, Error);
   EXPECT_THROW(SafetensorsFile{path("missing")}, Error);
   EXPECT_THROW(SafetensorsFile{""}, Error);
@@ -344,7 +344,7 @@ TEST_F(SafetensorsFileTest, AFullDiskLeavesTheOldFileAndNoOther) {
 }
 
 TEST_F(SafetensorsFileTest, PathsThatCannotBeWrittenAreRefusedAtOnce) {
-  for (const std::string& bad : {std::string(), directory_.string(), path("no/such/directory/x"),
+  for (const std::string& bad : {std::string(), directory.string(), path("no/such/directory/x"),
                                  path("x/"), std::string("/dev/null"), path("dangling")}) {
     fs::remove(path("dangling"));
     fs::create_symlink(path("nowhere/at/all"), path("dangling"));

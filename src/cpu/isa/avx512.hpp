@@ -98,8 +98,8 @@ struct Avx512Base {
 
   // 16 x 16 transpose of 32-bit units: pairs of rows, pairs of pairs, then 128-bit blocks.
   FG_INLINE void transpose(const void* src, std::ptrdiff_t lds, void* dst, std::ptrdiff_t ldd) {
-    const float* s = static_cast<const float*>(src);
-    float* d = static_cast<float*>(dst);
+    const auto* s = static_cast<const float*>(src);
+    auto* d = static_cast<float*>(dst);
     __m512 r[16];
     __m512 t[16];
     FG_UNROLL

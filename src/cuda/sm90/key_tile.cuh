@@ -102,7 +102,8 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   tile.hi = static_cast<int>(clamp_to(band.hi - begin, -kFar, kFar));
   tile.keys_end = static_cast<int>(clamp_to(band.seqlen_kv - begin, 0, kBlockN));
   for (int i = 0; i < kBlockN / 64; ++i) {
-    const Range full = band.q_range_full(begin + 64 * i, begin + 64 * i + 64);
+    const Range full =
+        band.q_range_full(begin + std::int64_t{64} * i, begin + std::int64_t{64} * (i + 1));
     tile.full_begin[i] = static_cast<int>((full.begin + kBlockM - 1) / kBlockM);
     // A last, partial block has no rows beyond: their lse is -inf.
     tile.full_end[i] = static_cast<int>(
