@@ -170,7 +170,9 @@ fg_status fg_workspace_size(fg_pass pass, const fg_tensors* tensors, const fg_op
     FG_RETURN_IF_ERROR(validate(to_pass(pass), tensors, options, nullptr, &call));
     const Backend* backend = nullptr;
     FG_RETURN_IF_ERROR(select(call.problem, to_pass(pass), options, &backend));
-    const WorkspaceSize size = backend->workspace_size(call.problem, to_pass(pass));
+    const WorkspaceSize size = has_outputs(call.problem, to_pass(pass))
+                                   ? backend->workspace_size(call.problem, to_pass(pass))
+                                   : WorkspaceSize{};
     if (minimum != nullptr) {
       *minimum = size.minimum;
     }

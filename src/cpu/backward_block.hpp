@@ -198,7 +198,7 @@ class KeyBlockTask {
     const std::int64_t query = q0 + panel;
     const Unit* q_columns = head.q_columns + query * plan_.units_qk;
     const Unit* dout_columns =
-        plan_.depth_v() > 0 ? head.dout_columns + query * plan_.units_v : nullptr;
+        head.dout_columns != nullptr ? head.dout_columns + query * plan_.units_v : nullptr;
     const bool has_void = head.panel_has_void[query / kWidth<Isa>] != 0;
     alignas(64) float weight_buffer[Isa::kRows * kWidth<Isa>];
     const bool p_is_weight = Isa::kPair == 1 && !(p_.softcap > 0);
