@@ -192,7 +192,7 @@ class Call {
   }
 
   // Of `count` calls, one after the other.
-  [[nodiscard]] double milliseconds(fg_pass pass, int count) const {
+  double milliseconds(fg_pass pass, int count) const {
     require(cudaEventRecord(begin_, stream_));
     for (int i = 0; i < count; ++i) {
       enqueue(pass);
