@@ -282,6 +282,10 @@ class Validator {
     } else {
       p_.dq_dtype = p_.dk_dtype = p_.dv_dtype = p_.dtype;
     }
+    p_.unaligned_q = is_unaligned(a_.q);
+    p_.unaligned_k = is_unaligned(a_.k);
+    p_.unaligned_v = is_unaligned(a_.v);
+    p_.unaligned_dout = p_.has_dout && is_unaligned(a_.dout);
     bool given = false;
     FG_RETURN_IF_ERROR(take_vector(t.cu_seqlens_q, "cu_seqlens_q", "(batch + 1)", p_.batch + 1,
                                    &a_.cu_seqlens_q, &given));
@@ -399,6 +403,15 @@ class Validator {
     tensor->head_stride = s[k + 1];
     tensor->dim_stride = want.shape[k + 2] > 1 ? s[k + 2] : 1;
     return {};
+  }
+
+  static bool is_unaligned(const Tensor& t) {
+    const std::int64_t elements = 16 / size_bytes(t.dtype);
+    const auto starts_anywhere = [elements](std::int64_t stride) {
+      return stride < 0 || stride % elements != 0;
+    };
+    return t.dim_stride != 1 || starts_anywhere(t.batch_stride) || starts_anywhere(t.row_stride) ||
+           starts_anywhere(t.head_stride);
   }
 
   Status take_lse(const DLTensor* t, Want want, Tensor* tensor) {
