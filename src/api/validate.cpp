@@ -59,6 +59,11 @@ struct Want {
   bool is_output = false;
 };
 
+// Pinned memory is the host's as well.
+bool on_host(const DLDevice& device) {
+  return device.device_type == kDLCPU || device.device_type == kDLCUDAHost;
+}
+
 class Validator {
  public:
   Validator(Pass pass, bool with_data, Call* call)
@@ -321,7 +326,10 @@ class Validator {
       return invalid(name + ": shape " + shape_text(t.shape, t.ndim) + ", want " +
                      shape_text(want.shape.data(), want.ndim) + " " + want.shape_names);
     }
-    if (t.device.device_type != device_.device_type || t.device.device_id != device_.device_id) {
+    const bool same_device = on_host(device_) ? on_host(t.device)
+                                              : t.device.device_type == device_.device_type &&
+                                                    t.device.device_id == device_.device_id;
+    if (!same_device) {
       return invalid(name + ": is on " + device_name(t.device) + ", want " + device_name(device_) +
                      " (q's)");
     }
