@@ -17,6 +17,7 @@ import torch
 
 from .._call import Call, capsule_pointer, pack_options
 from .._library import BACKWARD, FORWARD, UNBOUNDED
+from . import _plans
 
 _OPTIONS = (
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, "
@@ -26,6 +27,7 @@ _OPTIONS = (
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
 _NUM_LENGTHS = 6  # those of the options that are tensors
+_FEW_ELEMENTS = 4096
 
 _library = torch.library.Library("flashgrad", "DEF")
 _library.define(
@@ -65,7 +67,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient_rows(x: torch.Tensor) -> torch.Tensor:
-    """Likewise, but a stride of 0 may stay: the gradient of a sum is read as it is."""
+    """Likewise, but a stride of 0 may stay: the gradient of a sum is read as it is.
+
+    A few elements are copied even so, since a call on compact tensors can follow a plan.
+    """
+    if x.numel() <= _FEW_ELEMENTS:
+        return x.contiguous()
     return x if x.ndim == 0 or x.stride(-1) == 0 else _rows(x)
 
 
@@ -74,11 +81,6 @@ def _run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ..
 
     ``tensors`` are those before sinks in flashgrad.h, in its order; ``options`` hold the others.
     """
-    for x in options[:_NUM_LENGTHS]:
-        tensors.append(x if x is None or x.is_contiguous() else _rows(x))
-    call = Call()
-    call.keep = capsules = [None if x is None else _to_dlpack(x) for x in tensors]
-    call.pointers = [0 if c is None else capsule_pointer(c, b"dltensor") for c in capsules]
     max_seqlen_q, max_seqlen_kv, left, right, top_left, scale, softcap, deterministic = options[
         _NUM_LENGTHS:
     ]
@@ -87,10 +89,33 @@ def _run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ..
         _NAN if scale is None else scale, softcap, deterministic, 0, max_seqlen_q, max_seqlen_kv,
         None,
     )  # fmt: skip
+    lengths = options[:_NUM_LENGTHS]
+    if not any(x is not None for x in lengths):
+        key = _plan_key(tensors)
+        if key is not None and _plans.run(which, key, tensors, packed):
+            return
+    for x in lengths:
+        tensors.append(x if x is None or x.is_contiguous() else _rows(x))
+    call = Call()
+    call.keep = capsules = [None if x is None else _to_dlpack(x) for x in tensors]
+    call.pointers = [0 if c is None else capsule_pointer(c, b"dltensor") for c in capsules]
     num_bytes = call.prepare(which, packed)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     call.launch(which, workspace.data_ptr(), num_bytes, stream)
+
+
+def _plan_key(tensors: list[Any]) -> tuple[Any, ...] | None:
+    """What determines these tensors' descriptions, if they are compact and on the CPU."""
+    key = []
+    for x in tensors:
+        if x is None:
+            key.append(None)
+        elif x.is_cpu and x.is_contiguous():
+            key += x.shape, x.dtype
+        else:
+            return None
+    return tuple(key)
 
 
 def _forward_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
