@@ -36,10 +36,11 @@ def test_import_is_light():
 
 
 def test_import_is_quick():
-    # The median of the import's own time: starting Python costs more than the import.
+    # Of the import alone, since starting Python takes longer; of the processor, since a busy
+    # machine is no fault of the package.
     program = (
-        "import time; start = time.perf_counter(); import flashgrad; "
-        "print(time.perf_counter() - start)"
+        "import time; start = time.process_time(); import flashgrad; "
+        "print(time.process_time() - start)"
     )
     seconds = [
         float(subprocess.check_output([sys.executable, "-c", program], text=True))
