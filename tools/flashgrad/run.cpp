@@ -137,6 +137,7 @@ std::string report_of(const std::vector<Pass>& passes, const Cost& cost) {
 int run_command(const RunArguments& arguments) {
   const CallOptions call_options(arguments.call);
   const fg_options& options = call_options.options;
+  refuse_same_file(arguments.input, arguments.output);
   check_writable(arguments.output);
   AttentionCall call = load_call(arguments.input);
 
