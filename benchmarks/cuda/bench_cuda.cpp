@@ -191,17 +191,23 @@ class Call {
     require(call(&tensors_, &options_, workspace_, workspace_bytes_, stream_));
   }
 
-  // Of `count` calls, one after the other.
-  double milliseconds(fg_pass pass, int count) const {
+  // Of `count` calls, one after the other: until the GPU was done, and until the calls returned.
+  struct Time {
+    double milliseconds;
+    double host_us;
+  };
+  Time time(fg_pass pass, int count) const {
     require(cudaEventRecord(begin_, stream_));
+    const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < count; ++i) {
       enqueue(pass);
     }
+    const std::chrono::duration<double, std::micro> host = std::chrono::steady_clock::now() - begin;
     require(cudaEventRecord(end_, stream_));
     require(cudaEventSynchronize(end_));
-    float result = 0;
-    require(cudaEventElapsedTime(&result, begin_, end_));
-    return result;
+    float milliseconds = 0;
+    require(cudaEventElapsedTime(&milliseconds, begin_, end_));
+    return {milliseconds, host.count()};
   }
 
   [[nodiscard]] std::vector<KernelTime> kernels(fg_pass pass) const {
@@ -250,19 +256,14 @@ ordered_json measure(const Row& row, const Call& call, fg_pass pass, const Argum
   constexpr auto kPauseMicroseconds = 40000;
   const double flops = row.flops(pass);
   const char* pass_name = pass == FG_FORWARD ? "forward" : "backward";
-  call.milliseconds(pass, 1);  // loads the kernels
+  call.time(pass, 1);  // loads the kernels
   std::vector<double> cool;
   std::vector<double> host_us;
   for (int i = 0; i < kCoolCalls; ++i) {
     usleep(kPauseMicroseconds);
-    const auto begin = std::chrono::steady_clock::now();
-    call.enqueue(pass);
-    host_us.push_back(
-        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin)
-            .count());
-    require(cudaDeviceSynchronize());
-    usleep(kPauseMicroseconds);
-    cool.push_back(call.milliseconds(pass, 1));
+    const Call::Time time = call.time(pass, 1);
+    cool.push_back(time.milliseconds);
+    host_us.push_back(time.host_us);
   }
   const double cool_ms = median(cool);
   const auto tflops = [&](double milliseconds) { return flops / milliseconds * 1e-9; };
@@ -275,10 +276,10 @@ ordered_json measure(const Row& row, const Call& call, fg_pass pass, const Argum
                          {"workspace_bytes", call.workspace_bytes()}};
   std::printf("%-36s %-8s cool %6.1f", row.name().c_str(), pass_name, tflops(cool_ms));
   if (!arguments.cool_only) {
-    call.milliseconds(pass, std::max(1, static_cast<int>(400 / cool_ms)));
+    call.time(pass, std::max(1, static_cast<int>(400 / cool_ms)));
     const int count = std::max(1, static_cast<int>(900 / cool_ms));
     const double joules = meter.joules();
-    const double milliseconds = call.milliseconds(pass, count) / count;
+    const double milliseconds = call.time(pass, count).milliseconds / count;
     const double joules_per_tflop = (meter.joules() - joules) / (flops * count * 1e-12);
     const unsigned megahertz = meter.megahertz();
     result["sustained_ms"] = milliseconds;
@@ -312,7 +313,7 @@ ordered_json measure_long() {
   const Call call(row);
   ordered_json result = {{"row", row.name()}, {"heads", row.heads_q}};
   for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
-    const double milliseconds = call.milliseconds(pass, 1);
+    const double milliseconds = call.time(pass, 1).milliseconds;
     const char* name = pass == FG_FORWARD ? "forward" : "backward";
     result[name] = {{"ms", milliseconds}, {"tflops", row.flops(pass) / milliseconds * 1e-9}};
     std::printf("%s %s %.1f ms, %.1f TFLOP/s\n", row.name().c_str(), name, milliseconds,

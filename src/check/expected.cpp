@@ -77,10 +77,14 @@ void Expected::Impl::make_tasks() {
   for (std::size_t n = 0; n < units.size(); ++n) {
     const Unit& u = units[n];
     const auto add = [&](std::vector<Task>& tasks, std::int64_t heads, std::size_t count) {
+      // A few rows of a long sequence take as long as many of a short one: something for each
+      // thread.
+      const std::size_t size =
+          std::clamp<std::size_t>(count / static_cast<std::size_t>(threads()), 1, kBlock);
       for (std::int64_t head = 0; head < heads; ++head) {
-        for (std::size_t begin = 0; begin < count; begin += kBlock) {
+        for (std::size_t begin = 0; begin < count; begin += size) {
           tasks.push_back({n, head, static_cast<std::int64_t>(begin),
-                           static_cast<int>(std::min<std::size_t>(kBlock, count - begin))});
+                           static_cast<int>(std::min(size, count - begin))});
         }
       }
     };

@@ -85,6 +85,7 @@ void expect_finite(const CallTensors& t) {
 
 // Two cases that must have the same bits on every target.
 void expect_same_bits(const Case& a, const Case& b) {
+  const testing::ScopedTrace trace(__FILE__, __LINE__, command_line(a) + " and " + command_line(b));
   for (const Target& target : affordable(a)) {
     EXPECT_EQ(run_bits(a, target), run_bits(b, target)) << target.name();
   }
@@ -297,13 +298,19 @@ TEST(Right, WindowNeverSeesTheFuture) {
     for (std::int64_t n = 0; n < (kRow + 1) * 16; ++n) {
       before.push_back(s.t().out.get(n));
     }
-    for (std::int64_t n = (kRow + 1) * 16; n < 64 * 16; ++n) {
-      s.t().k.set(n, kNaN);
-      s.t().v.set(n, kNaN);
-    }
-    s.forward();
-    for (std::int64_t n = 0; n < (kRow + 1) * 16; ++n) {
-      EXPECT_EQ(s.t().out.get(n), before[static_cast<std::size_t>(n)]);
+    for (const double other : {7.0, kNaN}) {
+      for (std::int64_t n = (kRow + 1) * 16; n < 64 * 16; ++n) {
+        s.t().k.set(n, other);
+        s.t().v.set(n, other);
+      }
+      s.forward();
+      // Of a tile with NaN a GPU computes the rows that do not see it another way: as exact, but
+      // not to the bit.
+      const bool same_way = !std::isnan(other) || tested_place() == Place::kHost;
+      for (std::int64_t n = 0; n < (kRow + 1) * 16; ++n) {
+        const double want = before[static_cast<std::size_t>(n)];
+        EXPECT_NEAR(s.t().out.get(n), want, same_way ? 0 : 0x1p-7 * std::abs(want));
+      }
     }
     EXPECT_TRUE(std::isnan(s.t().out.get((kRow + 1) * 16)));
   });
