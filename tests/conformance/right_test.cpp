@@ -268,6 +268,24 @@ TEST(Right, NanInMaskedKey) {
   });
 }
 
+// In both passes, whatever else its tile holds.
+TEST(Right, NanStaysWithWhatSeesIt) {
+  for (const char* shape :
+       {"hq=4,hkv=2,sq=150,d=64", "hq=2,sq=150,d=128", "hq=2,sq=150,d=192,dv=128",
+        "hq=2,hkv=1,cu_q=0:70:150,cu_kv=0:90:160,d=256"}) {
+    for (std::string Case::*const tensor : {&Case::q, &Case::k, &Case::v, &Case::dout}) {
+      for (const BandMask& mask : {BandMask{.right = 0}, BandMask{30, 10, Alignment::kTopLeft}}) {
+        Case c = parse_shape(shape);
+        c.dtype = DType::kBF16;
+        c.mask = mask;
+        c.*tensor = "n with one NaN";
+        c.deterministic = mask.right == 0;
+        expect_right(c);
+      }
+    }
+  }
+}
+
 // The others keep their bits when one of dq, dk, dv is not wanted.
 TEST(Right, SkipFrozen) {
   const std::vector<Case> cases = small_cases("skip_frozen");
