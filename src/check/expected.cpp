@@ -19,6 +19,13 @@ using reference::kBlock;
 using reference::NaiveFormula;
 using Exact = reference::Formula<double>;
 
+// A backward that is exact but for its out, which is rounded as it is stored.
+struct RoundedOut : Exact {
+  DType dtype;
+  explicit RoundedOut(const Problem& p) : Exact(p), dtype(p.dtype) {}
+  [[nodiscard]] double out(double sum) const { return rounded(dtype, sum); }
+};
+
 // ds with nothing cancelled.
 struct Uncancelled : Exact {
   using Exact::Exact;
@@ -262,6 +269,18 @@ double Expected::Impl::cancellation_floor(Output output) const {
     }
   }
   return problem.dtype == DType::kF64 ? 1e-15 * largest : 1e-6 * largest;
+}
+
+const std::vector<Values<double>>& Expected::Impl::of_rounded_out() const {
+  if (rounded_out.empty()) {
+    rounded_out.resize(units.size());
+    std::vector<Values<double>*> pointers;
+    for (Values<double>& values : rounded_out) {
+      pointers.push_back(&values);
+    }
+    compute(RoundedOut(problem), pointers);
+  }
+  return rounded_out;
 }
 
 Expected::Expected(const Problem& problem, const Args& args, const ExpectedOptions& options)

@@ -114,8 +114,8 @@ __device__ float2 probability(const BwdRepairParams& p, float s, float dp, std::
 }
 
 template <bool kSoftcap, class T>
-__device__ void repair_row(const BwdRepairParams& p, const Part& part, std::int64_t head,
-                           std::int64_t i) {
+__device__ __forceinline__ void repair_row(const BwdRepairParams& p, const Part& part,
+                                           std::int64_t head, std::int64_t i) {
   const SequenceSpan& s = part.sequence;
   const std::int64_t at = statistic(p, part, head, i);
   const std::int64_t offset = p.dq.offset(s.batch_index, s.q.begin + i, head);
@@ -152,7 +152,8 @@ struct VisibleNan {
 };
 
 template <class T>
-__device__ VisibleNan visible_nan(const BwdRepairParams& p, const Part& part, const Range& rows) {
+__device__ __forceinline__ VisibleNan visible_nan(const BwdRepairParams& p, const Part& part,
+                                                  const Range& rows) {
   VisibleNan found;
 #pragma unroll 1
   for (std::int64_t h = 0; h < p.group; ++h) {
@@ -181,7 +182,8 @@ __device__ VisibleNan visible_nan(const BwdRepairParams& p, const Part& part, co
 }
 
 template <bool kSoftcap, class T>
-__device__ void repair_key(const BwdRepairParams& p, const Part& part, std::int64_t j) {
+__device__ __forceinline__ void repair_key(const BwdRepairParams& p, const Part& part,
+                                           std::int64_t j) {
   const SequenceSpan& s = part.sequence;
   const std::int64_t dk_offset = p.dk.offset(s.batch_index, s.kv.begin + j, part.head_kv);
   const std::int64_t dv_offset = p.dv.offset(s.batch_index, s.kv.begin + j, part.head_kv);
@@ -246,7 +248,8 @@ __global__ void __launch_bounds__(kThreads) bwd_repair(const __grid_constant__ B
     bool marked = false;
     for (std::int64_t i = threadIdx.x; i < p.group * num_blocks; i += kThreads) {
       const std::int64_t head = part.head_kv * p.group + i / num_blocks;
-      marked |= p.rows.has_nan[head * p.rows.num_blocks + part.first_block + i % num_blocks] != 0;
+      marked |= (p.rows.unreadable[head * p.rows.num_blocks + part.first_block + i % num_blocks] &
+                 kHasNan) != 0;
     }
     if (__syncthreads_or(static_cast<int>(marked)) == 0) {
       continue;
