@@ -57,6 +57,9 @@ const char* name_of(Account::Bottleneck bottleneck);
 
 Account account(const Kernel& kernel, const Device& device);
 
+// Bytes of shared memory traffic for one pair of tiles, by use.
+std::array<double, kNumUses> shared_bytes_by_use(const Kernel& kernel);
+
 // Throws std::invalid_argument with what overflows if the kernel does not fit.
 void require_fit(const Kernel& kernel, const Device& device);
 
