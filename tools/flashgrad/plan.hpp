@@ -42,6 +42,12 @@ struct PlanArguments {
   int slack = 1;
   double jitter = 0.1;
   double spread = 0.02;
+
+  std::string program = "fa4-2cta";
+  std::string drop_wait;
+  int queries = 512;
+  int keys = 512;
+  int seed = 1;
 };
 
 void add_plan(CLI::App& app, PlanArguments& arguments);

@@ -14,4 +14,7 @@ nlohmann::ordered_json plan_memory(const PlanArguments& arguments);
 // `svg` becomes the picture of the order that is shown.
 nlohmann::ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg);
 
+// `ok`: no faults, gradients within their bounds, bytes as the account has them.
+nlohmann::ordered_json plan_simulate(const PlanArguments& arguments, bool* ok);
+
 }  // namespace flashgrad::tool
