@@ -107,6 +107,10 @@ Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& t
 // Bytes of a unit that its tiles share: q, dout and the f32 dq sums (backward), k and v (forward).
 double unit_bytes(const ScheduleProblem& problem);
 
+// Heads whose such bytes fill the share of the L2 that the sm90 kernels give them (section_size in
+// bwd_launch.cu, units_per_section in fwd_launch.cu).
+std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes);
+
 // Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
 std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);
 

@@ -79,7 +79,7 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
       ->add_flag("--generations", arguments.generations,
                  "FlashAttention 1 to 4 on each device: what binds")
       ->disable_flag_override();
-  add_outputs(*roofline, arguments, false);
+  add_outputs(*roofline, arguments, true);
 }
 
 void add_memory(CLI::App& app, PlanArguments& arguments) {
@@ -201,6 +201,18 @@ void add_simulate(CLI::App& app, PlanArguments& arguments) {
   add_outputs(*simulate, arguments, false);
 }
 
+void add_predict(CLI::App& app, PlanArguments& arguments) {
+  CLI::App* predict =
+      app.add_subcommand("predict", "Predicted against measured times of benchmarks/results");
+  predict
+      ->add_option(
+          "--results", arguments.results,
+          "Files of `flashgrad bench`, benchmarks/peers.py --suite speed, or the GPU programs")
+      ->required()
+      ->type_name("FILE");
+  add_outputs(*predict, arguments, false);
+}
+
 void write_file(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary);
   file << text;
@@ -220,6 +232,7 @@ void add_plan(CLI::App& app, PlanArguments& arguments) {
   add_memory(*plan, arguments);
   add_schedule(*plan, arguments);
   add_simulate(*plan, arguments);
+  add_predict(*plan, arguments);
 }
 
 int plan_command(CLI::App& app, const PlanArguments& arguments) {
@@ -229,11 +242,13 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
   bool ok = true;
   try {
     if (plan.got_subcommand("roofline")) {
-      result = plan_roofline(arguments);
+      result = plan_roofline(arguments, &svg);
     } else if (plan.got_subcommand("memory")) {
       result = plan_memory(arguments);
     } else if (plan.got_subcommand("schedule")) {
       result = plan_schedule(arguments, &svg);
+    } else if (plan.got_subcommand("predict")) {
+      result = plan_predict(arguments);
     } else {
       result = plan_simulate(arguments, &ok);
     }
@@ -244,6 +259,9 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
     write_file(arguments.json, result.dump(1) + "\n");
   }
   if (!arguments.svg.empty()) {
+    if (svg.empty()) {
+      throw Error("--svg: there is no picture of this");
+    }
     write_file(arguments.svg, svg);
   }
   return ok ? kExitOk : kExitCheckFailed;

@@ -43,6 +43,8 @@ struct PlanArguments {
   double jitter = 0.1;
   double spread = 0.02;
 
+  std::vector<std::string> results;
+
   std::string program = "fa4-2cta";
   std::string drop_wait;
   int queries = 512;

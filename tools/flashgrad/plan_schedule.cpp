@@ -45,12 +45,6 @@ Scheduled scheduled_kernel(const PlanArguments& arguments, const plan::Device& d
           blackwell ? 2.0 : 1.0};
 }
 
-// Heads whose tensors fill the share of the L2 that the sm90 kernels give them (bwd_launch.cu).
-std::int64_t heads_in_l2(const plan::ScheduleProblem& problem, const plan::Device& device) {
-  return std::max<std::int64_t>(
-      1, static_cast<std::int64_t>(device.l2_bytes * 8 / 15 / plan::unit_bytes(problem)));
-}
-
 struct Run {
   const plan::Policy* policy;
   plan::Timeline timeline;
@@ -121,7 +115,8 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
     }
     problem.seqlen_kv = problem.seqlen_q;
   }
-  problem.section = arguments.section > 0 ? arguments.section : heads_in_l2(problem, device);
+  problem.section =
+      arguments.section > 0 ? arguments.section : plan::heads_in_l2(problem, device.l2_bytes);
   if (problem.seqlen_q / 64 * (problem.seqlen_kv / 128) * problem.heads_q * problem.batch >
       kMaxSteps) {
     throw Error(fmt::format("more than {} steps; take fewer heads or tokens", kMaxSteps));

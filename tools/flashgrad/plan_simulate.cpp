@@ -51,6 +51,9 @@ ordered_json plan_simulate(const PlanArguments& arguments, bool* ok) {
   if (keys % choice.keys != 0 || arguments.queries % 128 != 0) {
     throw Error(fmt::format("--keys wants a multiple of {}, --queries of 128", choice.keys));
   }
+  if (arguments.causal && arguments.queries > keys) {
+    throw Error("--causal: more queries than keys would leave rows that see nothing");
+  }
   plan::HeadData data =
       plan::random_head(arguments.queries, keys, choice.head_dim, arguments.causal, 1);
   const plan::Program program = choice.make(data, 0);
