@@ -47,8 +47,15 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
       continue;  // it only writes zeros
     }
     WorkTile work;
-    // Of a packed batch each sequence has tensors of its own.
-    work.sequence = packed ? tile.q_block : tile.batch_index;
+    work.sequence = tile.batch_index;
+    std::int64_t seqlen_q = problem.seqlen_q;
+    std::int64_t seqlen_kv = problem.seqlen_kv;
+    if (packed) {
+      work.sequence = std::upper_bound(cu_kv.begin(), cu_kv.end(), tile.kv_row) - cu_kv.begin() - 1;
+      seqlen_q = problem.packed_q[static_cast<std::size_t>(work.sequence)];
+      seqlen_kv = problem.packed_kv[static_cast<std::size_t>(work.sequence)];
+    }
+    work.unit_bytes = unit_bytes(problem, seqlen_q, seqlen_kv);
     work.head = tile.head_kv;
     work.unit = work.sequence * problem.heads_kv + tile.head_kv;
     work.first_row = tile.kv_row;
@@ -70,14 +77,16 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
   struct Part {
     std::int64_t sequence;
     std::int64_t block;
+    std::int64_t seqlen_q;
+    std::int64_t seqlen_kv;
     sm90::FwdBlocks keys;
   };
   std::vector<Part> parts;
   const auto add_parts = [&](std::int64_t sequence, std::int64_t seqlen_q, std::int64_t seqlen_kv) {
     const Band band = Band::of(problem.mask, seqlen_q, seqlen_kv);
     for (std::int64_t block = 0; block * rows < seqlen_q; ++block) {
-      parts.push_back(
-          {sequence, block, sm90::key_blocks<kKeys>(band, block * rows, (block + 1) * rows)});
+      parts.push_back({sequence, block, seqlen_q, seqlen_kv,
+                       sm90::key_blocks<kKeys>(band, block * rows, (block + 1) * rows)});
     }
   };
   if (packed) {
@@ -110,6 +119,7 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
     work.begin = part.keys.begin;
     work.end = part.keys.end;
     work.steps = steps(part);
+    work.unit_bytes = unit_bytes(problem, part.seqlen_q, part.seqlen_kv);
     tiles.push_back(work);
   }
   return tiles;
@@ -183,8 +193,9 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
 
 std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes) {
   const double share = problem.backward ? 8.0 / 15 : 1.0 / 2;
-  return std::max<std::int64_t>(1,
-                                static_cast<std::int64_t>(l2_bytes * share / unit_bytes(problem)));
+  return std::max<std::int64_t>(
+      1, static_cast<std::int64_t>(l2_bytes * share /
+                                   unit_bytes(problem, problem.seqlen_q, problem.seqlen_kv)));
 }
 
 }  // namespace flashgrad::plan

@@ -1,63 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine of the simulator: agents with vector clocks, memories that know what they hold.
+// The engine of the simulator: agents that take turns, barriers that carry clocks.
 #include "plan/simulator.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <map>
-#include <utility>
 
-#include "core/dtype.hpp"
+#include "plan/simulator_memory.hpp"
 
 namespace flashgrad::plan {
 namespace {
 
 constexpr std::size_t kMaxFaults = 8;
-constexpr int kCellBytes = 64;
-
-using Clock = std::vector<std::uint32_t>;
-
-void join(Clock& clock, const Clock& other) {
-  clock.resize(std::max(clock.size(), other.size()));
-  for (std::size_t i = 0; i < other.size(); ++i) {
-    clock[i] = std::max(clock[i], other[i]);
-  }
-}
-
-struct Moment {
-  int agent = -1;
-  std::uint32_t time = 0;
-};
-
-bool is_before(const Moment& moment, const Clock& clock) {
-  const auto agent = static_cast<std::size_t>(moment.agent);
-  return moment.agent < 0 || (agent < clock.size() && clock[agent] >= moment.time);
-}
-
-// What a few neighbouring bytes hold: the value's name, who wrote it, who has read it since.
-struct Cell {
-  std::string value;
-  int step = -1;
-  bool written = false;
-  bool adds = false;
-  Moment write;
-  std::vector<Moment> reads;
-  std::vector<std::pair<std::string, int>> before;  // values that were overwritten
-};
-
-struct Space {
-  std::vector<std::uint8_t> bytes;
-  std::vector<Cell> cells;
-};
-
-struct Agent {
-  std::string name;
-  int cta = 0;
-  Clock clock;
-};
 
 struct Phase {
   int arrivals = 0;
@@ -69,20 +25,10 @@ struct Job {  // of a pipe or a copy engine
   int agent;
 };
 
-std::size_t address(const View& view, int row, int column) {
-  if (view.fold > 0 && column >= view.fold) {
-    row += view.rows;
-    column -= view.fold;
-  }
-  return static_cast<std::size_t>(view.offset) +
-         static_cast<std::size_t>(row) * static_cast<std::size_t>(view.stride) +
-         static_cast<std::size_t>(column * size_of(view.element));
-}
-
 class Engine {
  public:
   Engine(const Program& program, HeadData& data, std::uint64_t seed)
-      : program_(program), data_(data), random_(seed) {
+      : program_(program), random_(seed), memories_(program, data, agents_, result_.faults) {
     result_.shared_bytes.resize(static_cast<std::size_t>(program.ctas));
     for (auto& uses : result_.shared_bytes) {
       uses.fill(0);
@@ -91,7 +37,6 @@ class Engine {
 
   SimulationResult run() {
     check_capacity();
-    make_spaces();
     for (const Role& role : program_.roles) {
       add_agent(role.name, role.cta);
     }
@@ -108,15 +53,14 @@ class Engine {
     if (result_.faults.size() < kMaxFaults) {
       check_finished();
     }
-    read_back();
+    memories_.read_back();
+    result_.faults.resize(std::min(result_.faults.size(), kMaxFaults));
     return std::move(result_);
   }
 
  private:
   void fault(Fault::Kind kind, const std::string& message) {
-    if (result_.faults.size() < kMaxFaults) {
-      result_.faults.push_back({kind, message});
-    }
+    result_.faults.push_back({kind, message});
   }
 
   void check_capacity() {
@@ -129,58 +73,8 @@ class Engine {
         fault(Fault::Kind::kDoesNotFit, fmt::format("{}: {} of {}", what, end, limit));
       }
     };
-    check(program_.shared_regions, 227 * 1024, "bytes of shared memory");
+    check(program_.shared_regions, kSharedBytes, "bytes of shared memory");
     check(program_.tensor_regions, kTensorColumns, "columns of tensor memory");
-  }
-
-  void make_spaces() {
-    const auto make = [](std::size_t bytes, std::size_t cells) {
-      Space space;
-      space.bytes.resize(bytes);
-      space.cells.resize(cells);
-      return space;
-    };
-    const auto by_cells = [&](std::size_t bytes) { return make(bytes, bytes / kCellBytes + 1); };
-    for (int cta = 0; cta < program_.ctas; ++cta) {
-      spaces_[0].push_back(by_cells(256 * 1024));
-      // A cell of tensor memory is a column of all lanes; room beyond its end keeps an overflow
-      // a fault of the program, not of the simulator.
-      spaces_[1].push_back(
-          make(std::size_t{kTensorLanes} * kTensorRowBytes * 2, std::size_t{kTensorColumns} * 2));
-    }
-    for (const int bytes : program_.register_bytes) {
-      spaces_[2].push_back(by_cells(static_cast<std::size_t>(bytes)));
-    }
-    for_each_global([&](const void* source, std::size_t bytes, bool input) {
-      Space space = by_cells(bytes);
-      std::memcpy(space.bytes.data(), source, bytes);
-      for (Cell& cell : space.cells) {
-        cell.written = true;
-        cell.value = input ? "input" : "sum";
-        cell.adds = !input;
-      }
-      spaces_[3].push_back(std::move(space));
-    });
-  }
-
-  template <class Visit>
-  void for_each_global(Visit&& visit) {
-    for (auto* tensor : {&data_.q, &data_.k, &data_.v, &data_.dout}) {
-      visit(tensor->data(), tensor->size() * 2, true);
-    }
-    for (auto* tensor : {&data_.lse_log2, &data_.delta}) {
-      visit(tensor->data(), tensor->size() * 4, true);
-    }
-    for (auto* tensor : {&data_.dq, &data_.dk, &data_.dv}) {
-      visit(tensor->data(), tensor->size() * 4, false);
-    }
-  }
-
-  void read_back() {
-    std::size_t tensor = 0;
-    for_each_global([&](void* target, std::size_t bytes, bool) {
-      std::memcpy(target, spaces_[3][tensor++].bytes.data(), bytes);
-    });
   }
 
   int add_agent(const std::string& name, int cta) {
@@ -199,150 +93,6 @@ class Engine {
   // What the agent does from now on is not what others have learned of it.
   void tick(int index) { ++agent(index).clock[static_cast<std::size_t>(index)]; }
 
-  std::string who(int index) {
-    if (index < 0) {
-      return "the caller";
-    }
-    return fmt::format("{} of CTA {}", agent(index).name, agent(index).cta);
-  }
-
-  Space& space(const View& view) {
-    return spaces_[static_cast<std::size_t>(view.store)][static_cast<std::size_t>(view.owner)];
-  }
-
-  std::vector<std::size_t> cells(const View& view) {
-    std::vector<std::size_t> list;
-    const int columns = view.fold > 0 ? view.fold : view.columns;
-    const int rows = view.store == Store::kTensor ? 1 : view.rows;
-    for (int row = 0; row < rows; ++row) {
-      const std::size_t begin = address(view, row, 0);
-      const std::size_t end = begin + static_cast<std::size_t>(columns * size_of(view.element));
-      const std::size_t size = view.store == Store::kTensor ? 4 : kCellBytes;
-      for (std::size_t cell = begin / size; cell * size < end; ++cell) {
-        if (list.empty() || list.back() < cell) {
-          list.push_back(cell);
-        }
-      }
-    }
-    return list;
-  }
-
-  void check_read(const Operation& operation, const Access& access, int reader) {
-    const auto describe = [&](const std::string& what) {
-      return fmt::format("tile {}: {} ({}) reads {} of tile {} in {}: {}", operation.step,
-                         operation.name, who(reader), access.value, access.step, access.view.place,
-                         what);
-    };
-    bool reported = false;
-    for (const std::size_t index : cells(access.view)) {
-      Cell& cell = space(access.view).cells[index];
-      if (reported) {
-        continue;
-      }
-      if (!cell.written) {
-        fault(Fault::Kind::kReadBeforeWrite, describe("nothing was written there"));
-        reported = true;
-      } else if (cell.value != access.value || cell.step != access.step) {
-        const bool was_here = std::find(cell.before.begin(), cell.before.end(),
-                                        std::pair(access.value, access.step)) != cell.before.end();
-        fault(was_here ? Fault::Kind::kOverwritten : Fault::Kind::kReadBeforeWrite,
-              describe(fmt::format("{} {} of tile {}, written by {}",
-                                   was_here ? "it was overwritten by" : "it still holds",
-                                   cell.value, cell.step, who(cell.write.agent))));
-        reported = true;
-      } else if (!is_before(cell.write, agent(reader).clock)) {
-        fault(Fault::Kind::kUnordered,
-              describe(fmt::format("no barrier orders it after the write by {}",
-                                   who(cell.write.agent))));
-        reported = true;
-      }
-    }
-    for (const std::size_t index : cells(access.view)) {
-      std::vector<Moment>& reads = space(access.view).cells[index].reads;
-      const Moment now{reader, agent(reader).clock[static_cast<std::size_t>(reader)]};
-      const auto same = std::find_if(reads.begin(), reads.end(),
-                                     [&](const Moment& m) { return m.agent == reader; });
-      if (same == reads.end()) {
-        reads.push_back(now);
-      } else {
-        *same = now;
-      }
-    }
-  }
-
-  void check_write(const Operation& operation, const Access& access, int writer) {
-    const Clock& clock = agent(writer).clock;
-    bool reported = access.adds;
-    for (const std::size_t index : cells(access.view)) {
-      Cell& cell = space(access.view).cells[index];
-      const auto complain = [&](const char* what, int other) {
-        if (!reported) {
-          fault(Fault::Kind::kUnordered,
-                fmt::format("tile {}: {} ({}) writes {} to {} while {} may still {} {} of tile {}",
-                            operation.step, operation.name, who(writer), access.value,
-                            access.view.place, who(other), what, cell.value, cell.step));
-          reported = true;
-        }
-      };
-      if (!is_before(cell.write, clock)) {
-        complain("write", cell.write.agent);
-      }
-      for (const Moment& read : cell.reads) {
-        if (!is_before(read, clock)) {
-          complain("read", read.agent);
-        }
-      }
-      if (cell.written && (cell.value != access.value || cell.step != access.step)) {
-        cell.before.emplace_back(cell.value, cell.step);
-      }
-      cell.value = access.value;
-      cell.step = access.step;
-      cell.written = true;
-      cell.adds = access.adds;
-      cell.write = {writer, clock[static_cast<std::size_t>(writer)]};
-      cell.reads.clear();
-    }
-  }
-
-  Matrix load(const View& view) {
-    const std::vector<std::uint8_t>& bytes = space(view).bytes;
-    Matrix matrix(view.rows, view.columns);
-    for (int row = 0; row < view.rows; ++row) {
-      for (int column = 0; column < view.columns; ++column) {
-        const std::uint8_t* from = bytes.data() + address(view, row, column);
-        if (view.element == Element::kBf16) {
-          std::uint16_t bits = 0;
-          std::memcpy(&bits, from, 2);
-          matrix.at(row, column) = bf16_to_f32(bits);
-        } else {
-          std::memcpy(&matrix.at(row, column), from, 4);
-        }
-      }
-    }
-    return matrix;
-  }
-
-  void save(const View& view, const Matrix& matrix, bool adds) {
-    std::vector<std::uint8_t>& bytes = space(view).bytes;
-    for (int row = 0; row < view.rows; ++row) {
-      for (int column = 0; column < view.columns; ++column) {
-        std::uint8_t* to = bytes.data() + address(view, row, column);
-        float value = matrix.at(row, column);
-        if (view.element == Element::kBf16) {
-          const std::uint16_t bits = f32_to_bf16(value);
-          std::memcpy(to, &bits, 2);
-        } else {
-          if (adds) {
-            float before = 0;
-            std::memcpy(&before, to, 4);
-            value += before;
-          }
-          std::memcpy(to, &value, 4);
-        }
-      }
-    }
-  }
-
   void count(const Access& access) {
     if (access.view.store == Store::kShared && access.use >= 0) {
       result_.shared_bytes[static_cast<std::size_t>(access.view.owner)]
@@ -353,17 +103,15 @@ class Engine {
   void execute(const Operation& operation, int by) {
     std::vector<Matrix> inputs;
     for (const Access& access : operation.reads) {
-      check_read(operation, access, by);
+      inputs.push_back(memories_.read(operation, access, by));
       count(access);
-      inputs.push_back(load(access.view));
     }
     const std::vector<Matrix> outputs =
         operation.function ? operation.function(inputs)
                            : std::vector<Matrix>(operation.writes.size(), inputs.at(0));
     for (std::size_t i = 0; i < operation.writes.size(); ++i) {
-      check_write(operation, operation.writes[i], by);
+      memories_.write(operation, operation.writes[i], outputs.at(i), by);
       count(operation.writes[i]);
-      save(operation.writes[i].view, outputs.at(i), operation.writes[i].adds);
     }
   }
 
@@ -547,18 +295,17 @@ class Engine {
   }
 
   const Program& program_;
-  HeadData& data_;
   std::uint64_t random_;
-  std::array<std::vector<Space>, 4> spaces_;  // by Store
-  std::vector<Agent> agents_;                 // roles, pipes, then copies
-  std::vector<std::vector<Phase>> phases_;    // of each barrier
+  SimulationResult result_;
+  std::vector<Agent> agents_;               // roles, pipes, then copies
+  std::vector<std::vector<Phase>> phases_;  // of each barrier
   std::vector<std::deque<Job>> pipes_;
   std::vector<std::vector<Clock>> pipe_groups_;  // of each pipe: clocks of its finished groups
   std::vector<std::size_t> position_;            // of each role
   std::vector<std::vector<Job>> copies_;         // of each role; agent -1: done
   std::map<std::size_t, std::vector<Clock>> done_copies_;
   std::map<const void*, Clock> issued_clocks_;
-  SimulationResult result_;
+  Memories memories_;
 };
 
 }  // namespace

@@ -47,6 +47,7 @@ enum class Element : std::uint8_t { kBf16, kF32 };
 
 constexpr int size_of(Element element) { return element == Element::kBf16 ? 2 : 4; }
 
+inline constexpr int kSharedBytes = 227 * 1024;  // that a CTA may have
 inline constexpr int kTensorLanes = 128;
 inline constexpr int kTensorColumns = 512;
 inline constexpr int kTensorRowBytes = kTensorColumns * 4;

@@ -36,7 +36,7 @@ TEST_F(Plan, RooflinePrintsTheAccounts) {
                {"3072", "2816", "2944", "4128", "4208", "3568", "does not fit: registers"});
   expect_words(out_of({"roofline", "--generations"}),
                {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
-  expect_words(out_of({"roofline", "--sources"}), {"dsmem_bytes_per_clk", "assumed", "whitepaper"});
+  expect_words(out_of({"roofline", "--sources"}), {"dsmem_bytes_per_clk", "assumed", "data sheet"});
   expect_words(out_of({"roofline", "--kernel", "hopper-backward", "--head-dim", "192"}),
                {"64x96", "a 2-CTA cluster: -4.8 % speed"});
 }

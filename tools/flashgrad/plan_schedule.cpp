@@ -169,8 +169,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
       print_out(fmt::format("  {:<24} {:>9.0f} {:>5.1f}% {:>5.1f}% {:>7.1f}% {:>9}  {}\n",
                             run.policy->name, t.makespan / 1000,
                             100 * runs.front().timeline.makespan / t.makespan, 100 * t.idle,
-                            100 * t.waiting, format_bytes(t.peak_heads * plan::unit_bytes(problem)),
-                            run.policy->description));
+                            100 * t.waiting, format_bytes(t.peak_bytes), run.policy->description));
     }
     rows.push_back({{"order", run.policy->name},
                     {"deadlock", t.deadlock},
@@ -178,7 +177,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
                     {"idle", t.idle},
                     {"waiting", t.waiting},
                     {"peak_heads", t.peak_heads},
-                    {"bytes_in_use", t.peak_heads * plan::unit_bytes(problem)}});
+                    {"bytes_in_use", t.peak_bytes}});
   }
   *svg = plan::gantt_svg(runs.front().timeline,
                          fmt::format("{}, {}", arguments.pass, runs.front().policy->name));
