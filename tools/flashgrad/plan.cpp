@@ -66,8 +66,8 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
       ->type_name("NAME")
       ->capture_default_str();
   roofline
-      ->add_option("--kernel", arguments.kernel,
-                   "One kernel, in detail; hopper-backward: the best tiles for --head-dim")
+      ->add_option("--kernel", arguments.kernels,
+                   "In detail, one or several; hopper-backward: the best tiles for --head-dim")
       ->type_name("NAME");
   roofline->add_option("--head-dim", arguments.head_dim, "Of hopper-backward")
       ->type_name("N")

@@ -13,7 +13,7 @@ struct PlanArguments {
   std::string json;  // file for the numbers; empty: none
   std::string svg;   // file for the picture; empty: none
   std::string device = "h200";
-  std::string kernel;
+  std::vector<std::string> kernels;
   bool sources = false;
   bool generations = false;
   int head_dim = 128;

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include "peak.hpp"
 #include "plan/account.hpp"
@@ -217,12 +219,18 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   if (arguments.sources) {
     return sources(device);
   }
-  if (arguments.kernel == "hopper-backward") {
+  if (arguments.kernels == std::vector<std::string>{"hopper-backward"}) {
     return search(device, arguments.head_dim, svg);
   }
-  if (!arguments.kernel.empty()) {
-    *svg = plan::bars_svg({plan::find_kernel(arguments.kernel)}, device);
-    return one_kernel(plan::find_kernel(arguments.kernel), device);
+  if (!arguments.kernels.empty()) {
+    std::vector<plan::Kernel> kernels;
+    ordered_json rows = ordered_json::array();
+    for (const std::string& name : arguments.kernels) {
+      kernels.push_back(plan::find_kernel(name));
+      rows.push_back(one_kernel(kernels.back(), device));
+    }
+    *svg = plan::bars_svg(kernels, device);
+    return {{"device", device.name}, {"kernels", rows}};
   }
   print_out(fmt::format("{}: cycles of one CTA for a tile of queries x keys\n{}", device.name,
                         table_header()));
