@@ -169,11 +169,13 @@ def _keys(*names: str) -> int:
 
 
 # The dispatch keys of a thread in no mode, and of plain tensors on the devices of the backends.
-_PLAIN_THREAD = _keys("BackendSelect", "ADInplaceOrView")
-_PLAIN_TENSORS = frozenset(
-    _keys(device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}")
-    for device in ("CPU", "CUDA")
-)
+_PLAIN_THREAD, _PLAIN_TENSORS = None, frozenset()
+if hasattr(torch._C.DispatchKeySet, "raw_repr"):  # an older PyTorch always takes the dispatcher
+    _PLAIN_THREAD = _keys("BackendSelect", "ADInplaceOrView")
+    _PLAIN_TENSORS = frozenset(
+        _keys(device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}")
+        for device in ("CPU", "CUDA")
+    )
 
 
 def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -183,7 +185,8 @@ def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
     active, autocast is off, and the tensors are neither subclasses nor lazily negated.
     """
     if (
-        torch.compiler.is_compiling()
+        _PLAIN_THREAD is None
+        or torch.compiler.is_compiling()
         or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_THREAD
         or torch._C._dispatch_keys(q).raw_repr() not in _PLAIN_TENSORS
     ):
