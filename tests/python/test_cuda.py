@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python package on CUDA tensors: PyTorch's ways to use a GPU, and XLA's."""
+"""The Python package on CUDA tensors: PyTorch's ways to use a GPU."""
 
 import flashgrad
-import flashgrad.jax as fgj
 import flashgrad.torch as fgt
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import textbook
 import torch
@@ -163,38 +159,3 @@ def test_forward_and_backward_without_autograd():
     got = flashgrad.backward(dout, q, k, v, out, lse, causal=True)
     for x, y in zip(got, want):
         close(x, y, 1e-2)
-
-
-def jax_devices():
-    try:
-        return jax.devices("cuda")
-    except RuntimeError:
-        return []
-
-
-def test_jax_on_cuda():
-    devices = jax_devices()
-    if not devices:
-        pytest.skip("JAX has no CUDA device")
-    inputs = [x.detach().float().cpu().numpy() for x in qkv()]
-
-    def results(device, jitted):
-        arrays = [jax.device_put(jnp.asarray(x, jnp.bfloat16), device) for x in inputs]
-
-        def run(q, k, v):
-            out, pullback = jax.vjp(
-                lambda *x: fgj.dot_product_attention(*x, is_causal=True), q, k, v
-            )
-            return out, *pullback(out)
-
-        run = jax.jit(run) if jitted else run
-        return [np.asarray(x.astype(jnp.float32)) for x in run(*arrays)]
-
-    want = results(jax.devices("cpu")[0], True)
-    for jitted in (True, False):
-        for got, x in zip(results(devices[0], jitted), want):
-            np.testing.assert_allclose(got, x, rtol=0, atol=6e-2)
-    arrays = [jax.device_put(jnp.asarray(x, jnp.bfloat16), devices[0]) for x in inputs]
-    mapped = jax.vmap(lambda q: fgj.dot_product_attention(q, *arrays[1:]))(arrays[0][None])
-    alone = fgj.dot_product_attention(*arrays)
-    np.testing.assert_array_equal(np.asarray(mapped[0], np.float32), np.asarray(alone, np.float32))
