@@ -145,7 +145,7 @@ def test_refusals_name_the_device():
     q, k, v = qkv()
     with pytest.raises(NotImplementedError, match="f32"):
         fgt.flash_attn_func(q.float(), k.float(), v.float())
-    with pytest.raises(ValueError, match="k: on"):
+    with pytest.raises(ValueError, match="k: is on cpu, want cuda"):
         fgt.flash_attn_func(q, k.cpu(), v)
 
 
