@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C interface of flashgrad, called through ctypes with PyTorch tensors of the CPU.
+"""The C interface of flashgrad, called through ctypes with PyTorch tensors.
 
 Mirrors include/flashgrad/flashgrad.h as far as the benchmarks need it. A struct that does not
 match the library is refused by it, since every struct carries its own size.
@@ -23,6 +23,7 @@ _DTYPES = {
     torch.float32: (2, 32),
     torch.float16: (2, 16),
     torch.bfloat16: (4, 16),
+    torch.int32: (0, 32),
 }
 
 
@@ -155,7 +156,8 @@ class Call:
         Fields of fg_options that differ from FG_OPTIONS_INIT.
     tensors : dict
         torch tensors by fg_tensors' names: q, k, v, out, dout and the gradients as
-        (batch, seqlen, heads, head_dim), lse as (batch, heads, seqlen), any strides.
+        (batch, seqlen, heads, head_dim), lse as (batch, heads, seqlen), any strides; packed ones
+        without the batch. All on one device; on a GPU the call goes to the default stream.
     """
 
     def __init__(self, library, which, options, tensors):
@@ -184,7 +186,9 @@ class Call:
         library.check(lib.fg_supports(*arguments, ctypes.byref(name)))
         self.backend = name.value.decode()
         self.workspace_bytes = preferred.value
-        self._workspace = torch.empty(max(1, preferred.value), dtype=torch.uint8)
+        self._workspace = torch.empty(
+            max(1, preferred.value), dtype=torch.uint8, device=tensors["q"].device
+        )
 
     def _dltensor(self, tensor):
         sizes = ctypes.c_int64 * tensor.dim()
@@ -193,7 +197,7 @@ class Call:
         code, bits = _DTYPES[tensor.dtype]
         return DLTensor(
             data=tensor.data_ptr(),
-            device=DLDevice(1, 0),
+            device=DLDevice(2, tensor.device.index) if tensor.is_cuda else DLDevice(1, 0),
             ndim=tensor.dim(),
             dtype=DLDataType(code, bits, 1),
             shape=ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),

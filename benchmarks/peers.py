@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Times flashgrad beside PyTorch's scaled_dot_product_attention on the CPU, in one run.
+"""Times flashgrad beside PyTorch's attention in one run: on the CPU, or on one NVIDIA GPU.
 
     python benchmarks/peers.py                              # the shapes of docs/performance.md
     python benchmarks/peers.py --suite ratios               # flashgrad against itself
     python benchmarks/peers.py --suite memory               # peak memory of one long backward
     python benchmarks/peers.py --shapes 2,12,512,32 --json mine.json
+    python benchmarks/peers.py --device cuda                # peers_cuda.py says how
 
 Both libraries get the same tensors and the same number of threads. In each round each of the two
 runs for a while, the order swapped from round to round; a row's ratio is the median of the rounds'
@@ -229,6 +230,16 @@ def commit():
         return {"commit": None, "uncommitted_changes": None}
 
 
+def provenance(argv):
+    """The command, the date and the commit of a result."""
+    relative = [a.replace(f"{ROOT}/", "") for a in argv]
+    return {
+        "command": shlex.join(["python", "benchmarks/peers.py", *relative]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **commit(),
+    }
+
+
 def parse_shape(text):
     """B,H,S,D."""
     sizes = tuple(int(n) for n in text.split(","))
@@ -250,6 +261,10 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--contenders", nargs="+", choices=("flashgrad", "cudnn", "flash2", "flex"),
+                        default=("flashgrad", "cudnn", "flash2"), help="on a GPU")  # fmt: skip
+    parser.add_argument("--only", help="on a GPU: rows whose name contains this")
     parser.add_argument("--suite", choices=("speed", "ratios", "memory"), default="speed")
     parser.add_argument("--dtypes", nargs="+", choices=("f32", "bf16", "f16"),
                         help="default: f32 bf16 (memory: bf16)")  # fmt: skip
@@ -311,11 +326,51 @@ def measure_memory(rows, settings):
     return finished, facts
 
 
+def main_cuda(arguments, argv):
+    """The rows of peers_cuda.py; the same kinds of output and exit status."""
+    import peers_cuda  # noqa: PLC0415 - only where a GPU is asked for
+
+    def on_row(record):
+        print(record["name"], file=sys.stderr, flush=True)
+        for name, result in record["results"].items():
+            words = result.get("refused") or ", ".join(
+                f"{which} {result[which]['cool_tflops']:.0f}/{result[which]['sustained_tflops']:.0f}"
+                for which in arguments.passes
+            )
+            print(f"    {name}: {words}", file=sys.stderr, flush=True)
+
+    versions, rows = peers_cuda.run(
+        arguments.contenders, arguments.passes, arguments.library, on_row, arguments.only
+    )
+    result = {
+        "suite": "cuda",
+        **provenance(argv),
+        "contenders": arguments.contenders,
+        "passes": arguments.passes,
+        "versions": versions,
+        "rows": rows,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(peers_cuda.render(result))
+    wrong = [
+        f"{row['name']}: {name}"
+        for row in rows
+        for name, side in row["results"].items()
+        if side.get("wrong") or (name == "flashgrad" and "refused" in side)
+    ]
+    for line in wrong:
+        print(f"peers.py: {line}: refused, or the results differ", file=sys.stderr)
+    return 1 if wrong else 0
+
+
 def main(argv):
     """Measures, prints, writes; returns the exit status."""
     arguments = parse_arguments(argv)
     if importlib.util.find_spec("torch") is None:
         sys.exit(f"peers.py: {sys.executable} has no PyTorch; see benchmarks/README.md")
+    if arguments.device == "cuda":
+        return main_cuda(arguments, argv)
     # So that a peers.py that is told to end takes its worker with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     load = os.getloadavg()[0]
@@ -338,12 +393,9 @@ def main(argv):
             else ratio_rows(arguments.dtypes, arguments.passes)
         )
         rows, facts = measure_contests(arguments, rows, settings)
-    relative = [a.replace(f"{ROOT}/", "") for a in argv]
     result = {
         "suite": arguments.suite,
-        "command": shlex.join(["python", "benchmarks/peers.py", *relative]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **commit(),
+        **provenance(argv),
         "machine": machine(),
         "load_average_before": load,
         "processes": arguments.processes,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Everything that must hold before a change lands, stage after stage; `make test` and CI run all of them.
-# Usage: test.sh [STAGE...]   STAGE: format release asan-ubsan tsan tidy docs; all without one
+# Usage: test.sh [STAGE...]   STAGE: format release python asan-ubsan tsan tidy docs; all without one
 # A failing stage does not stop the others; a table at the end names them with their times.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -25,6 +25,7 @@ build_and_test() {
 
 stage_format() { sources 'c|cpp|h|hpp|cu|cuh' | xargs clang-format-14 --dry-run -Werror; }
 stage_release() { build_and_test release -DFLASHGRAD_WARNINGS_AS_ERRORS=ON; }
+stage_python() { scripts/test_python.sh; }
 stage_asan-ubsan() { build_and_test asan-ubsan; }
 stage_tsan() { build_and_test tsan; }
 # This preset's database has every source, with clang's flags.
@@ -37,7 +38,7 @@ stage_docs() { mkdir -p build && doxygen docs/Doxyfile; }
 
 stages=("$@")
 if [[ ${#stages[@]} == 0 ]]; then
-  stages=(format release asan-ubsan tsan tidy docs)
+  stages=(format release python asan-ubsan tsan tidy docs)
 fi
 logs=build/test-logs
 mkdir -p "$logs"
@@ -55,9 +56,9 @@ for stage in "${stages[@]}"; do
   table+=("$(printf '%-12s %-8s %5d s' "$stage" "$result" $((SECONDS - start)))")
 done
 
-printf '\n==== closing lines of ctest\n'
+printf '\n==== closing lines of ctest and pytest\n'
 for stage in "${stages[@]}"; do
-  grep --extended-regexp 'tests passed|Total Test time|No tests were found' "$logs/$stage.log" | sed "s/^/$stage: /"
+  grep --extended-regexp 'tests passed|Total Test time|No tests were found|(passed|failed|error|no tests ran).* in [0-9.]+s' "$logs/$stage.log" | sed "s/^/$stage: /"
 done
 printf '\n==== all stages (%d s)\n' "$SECONDS"
 printf '%s\n' "${table[@]}"

@@ -25,6 +25,9 @@ _STRIDES_OFFSET = _SHAPE_OFFSET + 8 * _MAX_NDIM
 _RECORD_BYTES = _STRIDES_OFFSET + 8 * _MAX_NDIM
 _Buffer = ctypes.c_char * (_RECORDS_OFFSET + len(TENSOR_NAMES) * _RECORD_BYTES)
 
+# Where a described tensor's address stands among `Call.words`, by slot.
+DATA_WORD = [(_RECORDS_OFFSET + slot * _RECORD_BYTES) // 8 for slot in range(len(TENSOR_NAMES))]
+
 # By the number of dimensions: DLTensor, sizes, room up to four, strides.
 _DLTENSOR = struct.Struct("@P i i i B B H P P Q")
 _RECORDS = [
@@ -70,7 +73,7 @@ def kind(cls: type) -> str:
 
 
 @functools.cache
-def _dlpack_dtype(dtype: Any) -> tuple[int, int]:
+def dlpack_dtype(dtype: Any) -> tuple[int, int]:
     """DLPack's type code and bits of a NumPy dtype."""
     if dtype.name == "bfloat16":  # ml_dtypes'
         return 4, 16
@@ -153,11 +156,8 @@ class Call:
             raise ValueError(f"flashgrad: {TENSOR_NAMES[slot]}: {ndim} dimensions, want 1 to 4")
         if output and not flags.writeable:
             raise ValueError(f"flashgrad: {TENSOR_NAMES[slot]}: is read-only, but would be written")
-        code, bits = _dlpack_dtype(array.dtype)
-        offset = _RECORDS_OFFSET + slot * _RECORD_BYTES
-        address = self._address + offset
         if flags.c_contiguous:
-            strides, strides_address = shape, 0  # null strides: compact
+            strides = None
         else:
             width = array.itemsize
             if any(stride % width for stride in array.strides):
@@ -166,13 +166,42 @@ class Call:
                     f"multiples of {width}"
                 )
             strides = [stride // width for stride in array.strides]
-            strides_address = address + _STRIDES_OFFSET
+        self._describe(slot, array.ctypes.data, shape, strides, *dlpack_dtype(array.dtype))
+        self.keep.append(array)
+
+    def add_shape(self, slot: int, shape: tuple[int, ...], code: int, bits: int) -> None:
+        """Describes a compact CPU tensor by its DLPack type; its address is set in ``words``.
+
+        ``prepare`` needs no address.
+        """
+        if len(shape) > _MAX_NDIM:
+            raise ValueError(
+                f"flashgrad: {TENSOR_NAMES[slot]}: {len(shape)} dimensions, want 1 to 4"
+            )
+        self._describe(slot, 0, shape, None, code, bits)
+
+    def words(self) -> memoryview:
+        """The buffer in words of 64 bits."""
+        return memoryview(self._buffer).cast("B").cast("Q")
+
+    def _describe(
+        self,
+        slot: int,
+        data: int,
+        shape: tuple[int, ...],
+        strides: list[int] | None,
+        code: int,
+        bits: int,
+    ) -> None:
+        """Writes a CPU tensor's DLTensor; strides in elements, None: compact."""
+        offset = _RECORDS_OFFSET + slot * _RECORD_BYTES
+        address = self._address + offset
+        ndim = len(shape)
         _RECORDS[ndim].pack_into(
-            self._buffer, offset, array.ctypes.data, CPU, 0, ndim, code, bits, 1,
-            address + _SHAPE_OFFSET, strides_address, 0, *shape, *strides,
+            self._buffer, offset, data, CPU, 0, ndim, code, bits, 1, address + _SHAPE_OFFSET,
+            0 if strides is None else address + _STRIDES_OFFSET, 0, *shape, *(strides or shape),
         )  # fmt: skip
         self.pointers[slot] = address
-        self.keep.append(array)
 
     def add_capsule(self, slot: int, capsule: Any, output: bool) -> None:
         """Takes the DLTensor inside a capsule, which frees it with itself after the call."""
@@ -210,13 +239,16 @@ class Call:
 
     def launch(self, which: int, workspace: int, num_bytes: int, stream: int) -> None:
         """Calls fg_forward or fg_backward with a workspace on the tensors' device, by address."""
+        status = self.try_launch(which, workspace, num_bytes, stream)
+        if status:
+            raise library().error(status)
+
+    def try_launch(self, which: int, workspace: int, num_bytes: int, stream: int) -> int:
+        """``launch`` that returns the status instead of raising."""
         address = self._address
-        lib = library()
-        status = lib.functions[which](
+        return library().functions[which](
             address, address + _OPTIONS_OFFSET, workspace, num_bytes, stream
         )
-        if status:
-            raise lib.error(status)
 
 
 def _capsule(name: str, tensor: Any) -> Any:

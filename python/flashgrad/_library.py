@@ -31,6 +31,7 @@ OPTIONS = struct.Struct("@N q q i d d i i q q P")
 # Two size_t: the answer of fg_workspace_size.
 SIZES = struct.Struct("@NN")
 
+WORKSPACE_TOO_SMALL = 3
 _ERRORS = {1: ValueError, 2: NotImplementedError, 3: ValueError, 4: RuntimeError, 5: RuntimeError}
 
 
@@ -61,7 +62,7 @@ class _BackendInfo(ctypes.Structure):
     ]
 
 
-def _find_library() -> pathlib.Path:
+def library_path() -> pathlib.Path:
     """$FLASHGRAD_LIBRARY, else the file that the wheel installed beside this one."""
     named = os.environ.get("FLASHGRAD_LIBRARY")
     path = pathlib.Path(named) if named else pathlib.Path(__file__).with_name("libflashgrad.so")
@@ -77,7 +78,7 @@ class Library:
     """The functions of the loaded library, with their argument types."""
 
     def __init__(self) -> None:
-        lib = ctypes.CDLL(str(_find_library()))
+        lib = ctypes.CDLL(str(library_path()))
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         call = [pointer, pointer, pointer, size, pointer]
         for function in (lib.fg_forward, lib.fg_backward):
@@ -105,7 +106,6 @@ class Library:
 def library() -> Library:
     """The library, loaded once."""
     return Library()
-
 
 
 def backends() -> list[Backend]:

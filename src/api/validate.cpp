@@ -13,15 +13,12 @@
 
 #include "api/describe.hpp"
 #include "api/lengths.hpp"
-#include "api/overlap.hpp"
+#include "api/tensor_check.hpp"
 
 namespace flashgrad {
 namespace {
 
 constexpr int kMaxThreads = 4096;
-// No tensor spans more bytes, and none has more elements: sums and products of two such numbers'
-// parts stay in 64 bits.
-constexpr std::int64_t kMaxSpanBytes = std::int64_t{1} << 59;
 
 // Copies a versioned C struct. An older caller's shorter struct leaves the newer fields as in
 // `init`; a newer caller's longer one is taken if what this library does not know is zero.
@@ -49,20 +46,14 @@ Status copy_versioned(const T* from, const char* what, T init, T* to) {
   return {};
 }
 
-// What one tensor must be.
-struct Want {
-  const char* name;
-  int ndim;
-  std::array<std::int64_t, 4> shape;
-  const char* shape_names;
-  bool zero_stride_ok = false;  // stride 0 anywhere, the last dimension included
-  bool is_output = false;
-};
-
 class Validator {
  public:
   Validator(Pass pass, bool with_data, Call* call)
-      : pass_(pass), with_data_(with_data), p_(call->problem), a_(call->args) {}
+      : pass_(pass),
+        with_data_(with_data),
+        p_(call->problem),
+        a_(call->args),
+        tensors_(with_data) {}
 
   Status run(const fg_tensors& t, const fg_options& o, const Scratch& workspace) {
     p_ = {};
@@ -72,15 +63,8 @@ class Validator {
     FG_RETURN_IF_ERROR(take_options(o));
     FG_RETURN_IF_ERROR(take_tensors(t));
     if (with_data_) {
-      if (workspace.data != nullptr && workspace.bytes > 0) {
-        const auto bytes =
-            static_cast<std::int64_t>(std::min<std::size_t>(workspace.bytes, kMaxSpanBytes));
-        lattices_[num_lattices_++] = {
-            {reinterpret_cast<std::uintptr_t>(workspace.data), 1, {bytes}, {1}, 1},
-            "workspace",
-            true};
-      }
-      FG_RETURN_IF_ERROR(check_overlaps());
+      tensors_.add_workspace(workspace.data, workspace.bytes);
+      FG_RETURN_IF_ERROR(tensors_.check_overlaps());
       if (p_.device_type == DeviceType::kCpu) {
         FG_RETURN_IF_ERROR(check_lengths(
             {"q", p_.seqlen_q, p_.batch, a_.cu_seqlens_q, a_.seqused_q, max_seqlen_q_}));
@@ -177,18 +161,19 @@ class Validator {
                          ", supported are f32, bf16, f16, and f64 on the reference backend");
     }
     p_.dtype = *dtype;
-    device_ = t.q->device;
-    switch (device_.device_type) {
+    const DLDevice device = t.q->device;
+    tensors_.want_device(device);
+    switch (device.device_type) {
       case kDLCPU:
       case kDLCUDAHost:
         p_.device_type = DeviceType::kCpu;
         break;
       case kDLCUDA:
         p_.device_type = DeviceType::kCuda;
-        p_.device_id = device_.device_id;
+        p_.device_id = device.device_id;
         break;
       default:
-        return unsupported("q: is on " + device_name(device_) +
+        return unsupported("q: is on " + device_name(device) +
                            "; flashgrad serves tensors of the CPU and of CUDA devices");
     }
     return {};
@@ -294,92 +279,6 @@ class Validator {
     return take_vector(t.q_offset, "q_offset", "(batch)", p_.batch, &a_.q_offset, &p_.has_q_offset);
   }
 
-  // What can be said of a tensor before its shape is compared: dimensions, device, span.
-  Status check_form(const DLTensor& t, const char* name) const {
-    if (t.ndim < 0 || t.ndim > 4 || (t.ndim > 0 && t.shape == nullptr)) {
-      return invalid(std::string(name) + ": " +
-                     (t.shape == nullptr && t.ndim > 0
-                          ? "null shape"
-                          : std::to_string(t.ndim) + " dimensions, want 1 to 4"));
-    }
-    for (int k = 0; k < t.ndim; ++k) {
-      if (t.shape[k] < 0 || t.shape[k] > kMaxSpanBytes) {
-        return invalid(std::string(name) + ": shape " + shape_text(t.shape, t.ndim) +
-                       ", want sizes from 0 to 2^59");
-      }
-    }
-    return {};
-  }
-
-  // Checks a tensor and describes its bytes. `stride` gets the strides in elements, 0 for
-  // dimensions of size 0 or 1.
-  Status check_tensor(const DLTensor& t, const Want& want, std::array<std::int64_t, 4>* stride,
-                      void** data) {
-    const std::string name = want.name;
-    FG_RETURN_IF_ERROR(check_form(t, want.name));
-    if (t.ndim != want.ndim || !std::equal(t.shape, t.shape + t.ndim, want.shape.begin())) {
-      return invalid(name + ": shape " + shape_text(t.shape, t.ndim) + ", want " +
-                     shape_text(want.shape.data(), want.ndim) + " " + want.shape_names);
-    }
-    if (t.device.device_type != device_.device_type || t.device.device_id != device_.device_id) {
-      return invalid(name + ": is on " + device_name(t.device) + ", want " + device_name(device_) +
-                     " (q's)");
-    }
-    const std::int64_t width = t.dtype.bits / 8;
-    std::int64_t elements = 1;
-    std::int64_t compact = 1;
-    std::int64_t span = width;
-    for (int k = want.ndim - 1; k >= 0; --k) {
-      const std::int64_t n = t.shape[k];
-      std::int64_t s = t.strides != nullptr ? t.strides[k] : compact;
-      if (n <= 1) {
-        s = 0;
-      }
-      if (k == want.ndim - 1 && n > 1 && s != 1 && !(want.zero_stride_ok && s == 0)) {
-        return invalid(name + ": last stride " + std::to_string(s) + ", want 1" +
-                       (want.zero_stride_ok ? " or 0" : ""));
-      }
-      std::int64_t extent = 0;
-      const bool overflows =
-          __builtin_mul_overflow(elements, std::max<std::int64_t>(n, 1), &elements) ||
-          elements > kMaxSpanBytes ||
-          __builtin_mul_overflow(std::max<std::int64_t>(n - 1, 0), s, &extent) ||
-          extent > kMaxSpanBytes / width || extent < -kMaxSpanBytes / width;
-      if (overflows || (span += std::abs(extent) * width) > kMaxSpanBytes) {
-        return invalid(name + ": shape " + shape_text(t.shape, t.ndim) +
-                       " with these strides spans more than 2^59 bytes");
-      }
-      (*stride)[static_cast<std::size_t>(k)] = s;
-      compact = t.strides == nullptr ? elements : compact;
-    }
-    ByteLattice bytes{0, want.ndim, {}, {}, width};
-    for (std::size_t k = 0; k < static_cast<std::size_t>(want.ndim); ++k) {
-      bytes.shape[k] = t.shape[k];
-      bytes.stride_bytes[k] = (*stride)[k] * width;
-    }
-    *data = nullptr;
-    if (!with_data_) {
-      return {};
-    }
-    const auto base = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-    if (t.data == nullptr) {
-      if (!bytes.empty()) {
-        return invalid(name + ": null data, but its shape is " + shape_text(t.shape, t.ndim));
-      }
-      // An empty tensor needs no memory; any aligned address says that it was given.
-      *data = reinterpret_cast<void*>(alignof(double));  // NOLINT(performance-no-int-to-ptr)
-    } else {
-      if (base % static_cast<std::uintptr_t>(width) != 0) {
-        return invalid(name + ": data is not aligned to its dtype (" + std::to_string(width) +
-                       " bytes)");
-      }
-      *data = reinterpret_cast<void*>(base);  // NOLINT(performance-no-int-to-ptr)
-    }
-    bytes.base = base;
-    lattices_[num_lattices_++] = {bytes, want.name, want.is_output};
-    return {};
-  }
-
   Status take(const DLTensor* t, const Want& want, Tensor* tensor) {
     if (t == nullptr) {
       return {};
@@ -391,7 +290,7 @@ class Validator {
                      name(p_.dtype) + " (q's)" + (gradient ? " or f32" : ""));
     }
     std::array<std::int64_t, 4> s{};
-    FG_RETURN_IF_ERROR(check_tensor(*t, want, &s, &tensor->data));
+    FG_RETURN_IF_ERROR(tensors_.check(*t, want, &s, &tensor->data));
     tensor->dtype = *dtype;
     const std::size_t k = p_.packed ? 0 : 1;
     tensor->batch_stride = p_.packed ? 0 : s[0];
@@ -415,7 +314,7 @@ class Validator {
                            : std::array<std::int64_t, 4>{p_.batch, p_.heads_q, p_.seqlen_q, 0};
     want.shape_names = p_.packed ? "(heads_q, total_q)" : "(batch, heads_q, seqlen_q)";
     std::array<std::int64_t, 4> s{};
-    FG_RETURN_IF_ERROR(check_tensor(*t, want, &s, &tensor->data));
+    FG_RETURN_IF_ERROR(tensors_.check(*t, want, &s, &tensor->data));
     tensor->dtype = dtype;
     const std::size_t k = p_.packed ? 0 : 1;
     tensor->batch_stride = p_.packed ? 0 : s[0];
@@ -431,7 +330,7 @@ class Validator {
                      dtype_name(dtype));
     }
     std::array<std::int64_t, 4> s{};
-    return check_tensor(*t, {name, 1, {n, 0, 0, 0}, shape_names, false, is_output}, &s, data);
+    return tensors_.check(*t, {name, 1, {n, 0, 0, 0}, shape_names, false, is_output}, &s, data);
   }
 
   Status take_vector(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
@@ -461,47 +360,13 @@ class Validator {
     return {};
   }
 
-  Status check_overlaps() const {
-    for (int i = 0; i < num_lattices_; ++i) {
-      if (!lattices_[i].is_output) {
-        continue;
-      }
-      const std::string name = lattices_[i].name;
-      if (self_overlap(lattices_[i].bytes) != Overlap::kNone) {
-        return invalid(
-            name + ": two of its elements share memory; an output's strides must keep them apart");
-      }
-      for (int j = 0; j < num_lattices_; ++j) {
-        if (j == i || (lattices_[j].is_output && j < i)) {
-          continue;
-        }
-        const Overlap found = overlap(lattices_[i].bytes, lattices_[j].bytes);
-        if (found != Overlap::kNone) {
-          return invalid(
-              name + ": overlaps " + lattices_[j].name +
-              (found == Overlap::kUndecided ? " as far as can be told from these strides" : "") +
-              "; an output must not share memory with another tensor");
-        }
-      }
-    }
-    return {};
-  }
-
-  struct NamedLattice {
-    ByteLattice bytes;
-    const char* name = "";
-    bool is_output = false;
-  };
-
   Pass pass_;
   bool with_data_;
   Problem& p_;
   Args& a_;
-  DLDevice device_{};
   std::int64_t max_seqlen_q_ = 0;  // as given
   std::int64_t max_seqlen_kv_ = 0;
-  std::array<NamedLattice, 20> lattices_;
-  int num_lattices_ = 0;
+  TensorCheck tensors_;
 };
 
 }  // namespace

@@ -155,25 +155,25 @@ HostTensor vector_tensor(DLDataType dtype, const std::vector<T>& values) {
 
 }  // namespace
 
-fg_tensors CallTensors::c_tensors() {
+fg_tensors CallTensors::c_tensors(Place place) {
   fg_tensors t = FG_TENSORS_INIT;
-  t.q = q.dl();
-  t.k = k.dl();
-  t.v = v.dl();
-  t.out = out.dl();
-  t.lse = lse.dl();
-  t.dout = dout.dl();
-  t.dlse = dlse.dl();
-  t.dq = dq.dl();
-  t.dk = dk.dl();
-  t.dv = dv.dl();
-  t.dsinks = dsinks.dl();
-  t.sinks = sinks.dl();
-  t.cu_seqlens_q = cu_seqlens_q.dl();
-  t.cu_seqlens_kv = cu_seqlens_kv.dl();
-  t.seqused_q = seqused_q.dl();
-  t.seqused_kv = seqused_kv.dl();
-  t.q_offset = q_offset.dl();
+  t.q = q.dl(place);
+  t.k = k.dl(place);
+  t.v = v.dl(place);
+  t.out = out.dl(place);
+  t.lse = lse.dl(place);
+  t.dout = dout.dl(place);
+  t.dlse = dlse.dl(place);
+  t.dq = dq.dl(place);
+  t.dk = dk.dl(place);
+  t.dv = dv.dl(place);
+  t.dsinks = dsinks.dl(place);
+  t.sinks = sinks.dl(place);
+  t.cu_seqlens_q = cu_seqlens_q.dl(place);
+  t.cu_seqlens_kv = cu_seqlens_kv.dl(place);
+  t.seqused_q = seqused_q.dl(place);
+  t.seqused_kv = seqused_kv.dl(place);
+  t.q_offset = q_offset.dl(place);
   return t;
 }
 
@@ -204,6 +204,19 @@ std::vector<NamedTensor> CallTensors::all() const {
     for (const NamedTensor& t : outputs(pass)) {
       tensors.push_back(t);
     }
+  }
+  return tensors;
+}
+
+std::vector<NamedTensor> CallTensors::taken_by(fg_pass pass) const {
+  if (pass == FG_BACKWARD) {
+    return all();
+  }
+  std::vector<NamedTensor> tensors = inputs();
+  std::erase_if(tensors,
+                [this](const NamedTensor& t) { return t.tensor == &dout || t.tensor == &dlse; });
+  for (const NamedTensor& t : outputs(pass)) {
+    tensors.push_back(t);
   }
   return tensors;
 }
@@ -242,9 +255,10 @@ double flops(const Case& c) {
 
 WorkspaceQuery query_workspace(const Case& c, const std::string& backend) {
   const Shapes s = shapes_of(c);
-  const auto describe = [](DLDataType dtype, std::vector<std::int64_t> shape) {
+  const DLDevice device = dl_device(place_of(backend));
+  const auto describe = [device](DLDataType dtype, std::vector<std::int64_t> shape) {
     return std::pair<DLTensor, std::vector<std::int64_t>>{
-        DLTensor{nullptr, {kDLCPU, 0}, static_cast<int>(shape.size()), dtype, nullptr, nullptr, 0},
+        DLTensor{nullptr, device, static_cast<int>(shape.size()), dtype, nullptr, nullptr, 0},
         std::move(shape)};
   };
   auto q = describe(s.dtype, s.q);
@@ -367,47 +381,104 @@ fg_options make_options(const Case& c) {
   return o;
 }
 
-void* WorkspaceMemory::resize(std::size_t bytes, bool odd) {
-  const std::size_t after = odd ? 1 : 0;
+void* WorkspaceMemory::resize(std::size_t bytes, bool odd, Place place) {
+  const std::size_t by = odd ? 1 : 0;
+  return place == Place::kCuda ? resize_on_device(bytes, by) : resize_on_host(bytes, by);
+}
+
+void* WorkspaceMemory::resize_on_host(std::size_t bytes, std::size_t after) {
   const std::size_t room = kGuardBytes + bytes + after;
   if (buffer_ == nullptr || buffer_->size_bytes() < room) {
     buffer_ = std::make_shared<Buffer>(room);
   }
   begin_ = buffer_->data() + (buffer_->size_bytes() - bytes - after);
-  std::memset(begin_ - kGuardBytes, kGuard, kGuardBytes);
+  std::memset(begin_ - kGuardBytes, std::to_integer<int>(kGuard), kGuardBytes);
   return begin_;
 }
 
+void* WorkspaceMemory::resize_on_device(std::size_t bytes, std::size_t shift) {
+  const std::size_t room = kGuardBytes + shift + bytes + kGuardBytes;
+  if (device_.size_bytes() < room) {
+    device_ = {};  // before the larger one is there
+    device_ = DeviceMemory(room);
+  }
+  device_begin_ = device_.data() + kGuardBytes + shift;
+  device_end_ = device_begin_ + bytes;
+  std::array<std::byte, kGuardBytes> guard;
+  guard.fill(kGuard);
+  for (std::byte* to : {device_begin_ - kGuardBytes, device_end_}) {
+    upload(guard.data(), to, {kGuardBytes, kGuardBytes});
+  }
+  return device_begin_;
+}
+
 bool WorkspaceMemory::guards_intact() const {
-  return begin_ == nullptr || std::all_of(begin_ - kGuardBytes, begin_,
-                                          [](std::byte x) { return x == std::byte{kGuard}; });
+  const auto intact = [](const std::byte* begin) {
+    return std::all_of(begin, begin + kGuardBytes, [](std::byte x) { return x == kGuard; });
+  };
+  if (begin_ != nullptr && !intact(begin_ - kGuardBytes)) {
+    return false;
+  }
+  std::array<std::byte, kGuardBytes> guard;
+  for (const std::byte* from : {device_begin_ - kGuardBytes, device_end_}) {
+    if (device_begin_ != nullptr) {
+      download(from, guard.data(), {kGuardBytes, kGuardBytes});
+      if (!intact(guard.data())) {
+        return false;
+      }
+    }
+  }
+  return true;
 }
 
 PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& options,
                     Workspace workspace, WorkspaceMemory& memory) {
+  const Place place = options.backend != nullptr ? place_of(options.backend) : Place::kHost;
+  const auto for_each_taken = [&](void (HostTensor::*f)() const) {
+    for (const auto& [name, tensor] : tensors.taken_by(pass)) {
+      if (tensor->given()) {
+        (tensor->*f)();
+      }
+    }
+  };
   for (const auto& [name, tensor] : tensors.outputs(pass)) {
     if (tensor->given()) {
       tensor->poison();
     }
   }
-  const fg_tensors t = tensors.c_tensors();
   PassResult result;
-  result.status =
-      fg_workspace_size(pass, &t, &options, &result.minimum_bytes, &result.preferred_bytes);
-  if (result.status == FG_OK) {
-    const std::size_t extra = result.preferred_bytes - result.minimum_bytes;
-    const std::size_t bytes = result.minimum_bytes + (workspace == Workspace::kMinimum   ? 0
-                                                      : workspace == Workspace::kBetween ? extra / 2
-                                                                                         : extra);
-    void* scratch = memory.resize(bytes, workspace == Workspace::kBetween);
-    const auto begin = std::chrono::steady_clock::now();
+  try {
+    const fg_tensors t = tensors.c_tensors(place);
     result.status =
-        (pass == FG_FORWARD ? fg_forward : fg_backward)(&t, &options, scratch, bytes, nullptr);
-    result.seconds =
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  }
-  if (result.status != FG_OK) {
-    result.message = fg_last_error();
+        fg_workspace_size(pass, &t, &options, &result.minimum_bytes, &result.preferred_bytes);
+    if (result.status == FG_OK) {
+      const std::size_t extra = result.preferred_bytes - result.minimum_bytes;
+      const std::size_t bytes =
+          result.minimum_bytes + (workspace == Workspace::kMinimum   ? 0
+                                  : workspace == Workspace::kBetween ? extra / 2
+                                                                     : extra);
+      void* scratch = memory.resize(bytes, workspace == Workspace::kBetween, place);
+      if (place == Place::kCuda) {
+        for_each_taken(&HostTensor::upload);
+      }
+      const auto begin = std::chrono::steady_clock::now();
+      result.status =
+          (pass == FG_FORWARD ? fg_forward : fg_backward)(&t, &options, scratch, bytes, nullptr);
+      if (place == Place::kCuda && result.status == FG_OK) {
+        synchronize_device();
+      }
+      result.seconds =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      if (place == Place::kCuda && result.status == FG_OK) {
+        for_each_taken(&HostTensor::download);
+      }
+    }
+    if (result.status != FG_OK) {
+      result.message = fg_last_error();
+    }
+  } catch (const std::runtime_error& error) {
+    result.status = FG_DEVICE_ERROR;
+    result.message = error.what();
   }
   return result;
 }

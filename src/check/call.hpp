@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors of a case in guarded host memory, and the calls of the C interface on them.
+// The tensors of a case in guarded host memory, and the calls of the C interface on them: in place,
+// or on copies of them on the device that the backend takes.
 #pragma once
 
 #include <array>
@@ -23,10 +24,12 @@ struct CallTensors {
   HostTensor cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset;
 
   // Valid until a tensor is moved or destroyed.
-  [[nodiscard]] fg_tensors c_tensors();
+  [[nodiscard]] fg_tensors c_tensors(Place place = Place::kHost);
   [[nodiscard]] std::vector<NamedTensor> all() const;
   [[nodiscard]] std::vector<NamedTensor> inputs() const;
   [[nodiscard]] std::vector<NamedTensor> outputs(fg_pass pass) const;
+  // Those that a call of the pass takes.
+  [[nodiscard]] std::vector<NamedTensor> taken_by(fg_pass pass) const;
 };
 
 // The inputs, filled as the case says; the outputs are poison.
@@ -43,17 +46,23 @@ double flops(const Case& c);
 // A workspace that keeps what earlier calls left in it.
 class WorkspaceMemory {
  public:
-  // Room for `bytes`, all of it poison or older scratch. It ends where reading traps or, if `odd`,
-  // a byte before.
-  void* resize(std::size_t bytes, bool odd);
-  // Whether nothing was written just before it.
+  // Room for `bytes`, all of it poison or older scratch. On the host it ends where reading traps
+  // or, if `odd`, a byte before; on the device a guard follows.
+  void* resize(std::size_t bytes, bool odd, Place place = Place::kHost);
+  // Whether nothing was written just before or, on the device, just after it.
   [[nodiscard]] bool guards_intact() const;
 
  private:
   static constexpr std::size_t kGuardBytes = 256;
-  static constexpr unsigned char kGuard = 0xa7;
+  static constexpr std::byte kGuard{0xa7};
+  void* resize_on_host(std::size_t bytes, std::size_t after);
+  void* resize_on_device(std::size_t bytes, std::size_t shift);
+
   std::shared_ptr<Buffer> buffer_;
   std::byte* begin_ = nullptr;
+  DeviceMemory device_;
+  std::byte* device_begin_ = nullptr;
+  std::byte* device_end_ = nullptr;
 };
 
 // What a backend asks for, without any data: any size may be asked about. Indexed by fg_pass.
@@ -73,7 +82,9 @@ struct PassResult {
   std::size_t preferred_bytes = 0;
 };
 
-// One call. Outputs of the pass are poisoned first.
+// One call, by the backend that `options` name, on tensors and a workspace where it takes them.
+// Outputs of the pass are poisoned first. What goes wrong on the device is an FG_DEVICE_ERROR, and
+// from then on every call may be.
 PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& options,
                     Workspace workspace, WorkspaceMemory& memory);
 

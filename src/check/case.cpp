@@ -324,14 +324,29 @@ std::string command_line(const Case& c) {
   return text + seed;
 }
 
-std::vector<Case> find_cases(std::string_view id) {
+std::vector<Case> cases_on(const TableEntry& entry, Place place) {
+  if (place == Place::kHost) {
+    return entry.not_on_a_cpu.empty() ? entry.cases : std::vector<Case>{};
+  }
+  std::vector<Case> cases = entry.full_size;
+  for (Case& c : cases) {
+    c.dtype = c.dtype == DType::kF32 ? DType::kBF16 : c.dtype;
+  }
+  return cases;
+}
+
+std::vector<Case> find_cases(std::string_view id, Place place) {
   for (const TableEntry& entry : table()) {
-    if (entry.id == id) {
-      return entry.cases;
-    }
     for (const Case& c : entry.cases) {
-      if (c.id == id) {
-        return {c};
+      if (entry.id == id || c.id == id) {
+        std::vector<Case> cases = cases_on(entry, place);
+        if (entry.id != id) {
+          std::erase_if(cases, [&](const Case& other) { return other.id != id; });
+        }
+        if (cases.empty()) {
+          throw std::invalid_argument("case " + std::string(id) + ": " + entry.not_on_a_cpu);
+        }
+        return cases;
       }
     }
   }

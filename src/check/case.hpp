@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "check/device_memory.hpp"
 #include "core/dtype.hpp"
 #include "core/mask.hpp"
 
@@ -108,8 +109,12 @@ TableEntry parse_entry(std::string_view json_line);
 // The table that is compiled in.
 const std::vector<TableEntry>& table();
 
+// What of an entry runs there: on the host `cases`, none if nothing of it runs on a CPU; on a GPU
+// `full_size`, with bf16 for f32, which no GPU backend takes.
+std::vector<Case> cases_on(const TableEntry& entry, Place place);
+
 // The cases of a table id: "big_logits" (all variants) or "big_logits/3".
-std::vector<Case> find_cases(std::string_view id);
+std::vector<Case> find_cases(std::string_view id, Place place = Place::kHost);
 
 // A member of the grids that other libraries' own test suites use, drawn by `seed`.
 Case random_case(std::uint64_t seed);

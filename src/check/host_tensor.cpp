@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -107,6 +108,57 @@ void for_each_gap(const HostTensor& t, F&& f) {
   }
 }
 
+// Calls f(offset in bytes, rows) for what has to be copied of the tensor's buffer: all of it or, of
+// a sparse one, the elements with the gaps after them, in as few blocks as they fall into.
+template <class F>
+void for_each_block(const HostTensor& t, F&& f) {
+  const Buffer& buffer = *t.buffer();
+  const auto width = static_cast<std::int64_t>(width_bytes(t.dtype()));
+  const auto all_bytes = static_cast<std::int64_t>(buffer.size_bytes());
+  if (!buffer.sparse() || t.num_elements() * width == all_bytes) {
+    f(std::size_t{0}, Rows{buffer.size_bytes(), buffer.size_bytes()});
+    return;
+  }
+  const std::int64_t size = t.shape().back();
+  const std::int64_t row_bytes = (size + gap_after_vector(t)) * width;
+  struct Block {
+    std::int64_t offset = 0;
+    std::int64_t width = 0;
+    std::int64_t pitch = 0;
+    std::int64_t count = 0;
+  } block;
+  const auto emit = [&] {
+    if (block.count > 0) {
+      // The gap after the last row may be cut off by the buffer's end.
+      const std::int64_t last = block.offset + (block.count - 1) * block.pitch;
+      const std::int64_t rest = std::min(block.width, all_bytes - last);
+      const auto rows = [](std::int64_t bytes, std::int64_t pitch, std::int64_t count) {
+        return Rows{static_cast<std::size_t>(bytes), static_cast<std::size_t>(pitch),
+                    static_cast<std::size_t>(count)};
+      };
+      if (block.count > 1) {
+        f(static_cast<std::size_t>(block.offset), rows(block.width, block.pitch, block.count - 1));
+      }
+      f(static_cast<std::size_t>(last), rows(rest, rest, 1));
+    }
+  };
+  for (std::int64_t n = 0; n < t.num_elements(); n += size) {
+    const std::int64_t offset = t.address(n) - buffer.data();
+    if (block.count == 1 && offset == block.offset + block.width) {
+      block.width += row_bytes;
+    } else if (block.count == 1 && offset > block.offset + block.width) {
+      block.pitch = offset - block.offset;
+      block.count = 2;
+    } else if (block.count > 1 && offset == block.offset + block.count * block.pitch) {
+      ++block.count;
+    } else {
+      emit();
+      block = {offset, row_bytes, row_bytes, 1};
+    }
+  }
+  emit();
+}
+
 }  // namespace
 
 void store(DLDataType dtype, std::byte* p, double value) {
@@ -159,7 +211,38 @@ Buffer::~Buffer() { munmap(mapping_, mapping_bytes_); }
 void Buffer::poison() const { write_poison(data_, data_ + size_bytes_); }
 
 bool Buffer::guards_intact() const {
-  return is_poison(static_cast<const std::byte*>(mapping_), data_);
+  if (!is_poison(static_cast<const std::byte*>(mapping_), data_)) {
+    return false;
+  }
+  if (device_.data() == nullptr) {
+    return true;
+  }
+  std::array<std::byte, kGuardBytes> guard;
+  const std::byte* begin = device_.data() + device_offset();
+  for (const std::byte* from : {begin - kGuardBytes, begin + size_bytes_}) {
+    download(from, guard.data(), {kGuardBytes, kGuardBytes});
+    if (!is_poison(guard.data(), guard.data() + kGuardBytes)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::size_t Buffer::device_offset() const {
+  return kGuardBytes + reinterpret_cast<std::uintptr_t>(data_) % kDeviceAlignment;
+}
+
+std::byte* Buffer::device_data() {
+  const std::size_t offset = device_offset();
+  if (device_.data() == nullptr) {
+    device_ = DeviceMemory(offset + size_bytes_ + kGuardBytes);
+    std::array<std::byte, kGuardBytes> guard;
+    write_poison(guard.data(), guard.data() + kGuardBytes);
+    const Rows rows{kGuardBytes, kGuardBytes};
+    upload(guard.data(), device_.data() + offset - kGuardBytes, rows);
+    upload(guard.data(), device_.data() + offset + size_bytes_, rows);
+  }
+  return device_.data() + offset;
 }
 
 HostTensor::HostTensor(DLDataType dtype, const std::vector<std::int64_t>& shape)
@@ -192,18 +275,30 @@ HostTensor::HostTensor(DLDataType dtype, std::vector<std::int64_t> shape,
   }
 }
 
-const DLTensor* HostTensor::dl() {
+const DLTensor* HostTensor::dl(Place place) {
   if (!given()) {
     return nullptr;
   }
-  dl_.data = buffer_->data();
-  dl_.device = {kDLCPU, 0};
+  dl_.data = place == Place::kCuda ? buffer_->device_data() : buffer_->data();
+  dl_.device = dl_device(place);
   dl_.ndim = static_cast<int>(shape_.size());
   dl_.dtype = dtype_;
   dl_.shape = shape_.data();
   dl_.strides = strides_.data();
   dl_.byte_offset = static_cast<std::uint64_t>(offset_) * width_bytes(dtype_);
   return &dl_;
+}
+
+void HostTensor::upload() const {
+  for_each_block(*this, [this](std::size_t offset, const Rows& rows) {
+    check::upload(buffer_->data() + offset, buffer_->device_data() + offset, rows);
+  });
+}
+
+void HostTensor::download() const {
+  for_each_block(*this, [this](std::size_t offset, const Rows& rows) {
+    check::download(buffer_->device_data() + offset, buffer_->data() + offset, rows);
+  });
 }
 
 std::int64_t HostTensor::num_elements() const {

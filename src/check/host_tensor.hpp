@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Host memory that notices misuse, and tensors over it. Everything starts as NaN poison, guards
 // stand before and after, and the elements between those of a strided tensor are gaps that nobody
-// may touch.
+// may touch. For a GPU backend a buffer has a copy on the device, which goes there and back whole.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -12,6 +12,8 @@
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "check/device_memory.hpp"
 
 namespace flashgrad::check {
 
@@ -32,14 +34,22 @@ class Buffer {
   // Of a buffer over this size only the poison around the used elements is written and looked at.
   [[nodiscard]] bool sparse() const { return size_bytes_ > (std::size_t{1} << 31); }
   void poison() const;
+  // Those of the host's memory, and of the device's if there is any.
   [[nodiscard]] bool guards_intact() const;
+
+  // What data() is on the device: at the same address modulo 256, between guards. Allocated when it
+  // is first asked for.
+  [[nodiscard]] std::byte* device_data();
 
  private:
   static constexpr std::size_t kGuardBytes = 4096;
+  static constexpr std::size_t kDeviceAlignment = 256;
+  [[nodiscard]] std::size_t device_offset() const;
   void* mapping_ = nullptr;
   std::size_t mapping_bytes_ = 0;
   std::byte* data_ = nullptr;
   std::size_t size_bytes_ = 0;
+  DeviceMemory device_;
 };
 
 // Writes `value`, rounded once, as an element of that dtype.
@@ -60,7 +70,10 @@ class HostTensor {
 
   [[nodiscard]] bool given() const { return buffer_ != nullptr; }
   // Null if absent. Valid until this tensor is moved or destroyed.
-  [[nodiscard]] const DLTensor* dl();
+  [[nodiscard]] const DLTensor* dl(Place place = Place::kHost);
+  // Brings the elements with all that is around them to the device, and back.
+  void upload() const;
+  void download() const;
 
   [[nodiscard]] DLDataType dtype() const { return dtype_; }
   [[nodiscard]] const std::vector<std::int64_t>& shape() const { return shape_; }

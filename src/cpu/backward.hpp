@@ -20,6 +20,7 @@
 
 #include "core/backend.hpp"
 #include "cpu/backward_block.hpp"
+#include "cpu/backward_wave.hpp"
 #include "cpu/parallel.hpp"
 
 namespace flashgrad::cpu {
@@ -30,8 +31,7 @@ inline constexpr std::int64_t kAloneWork = 1 << 21;
 // Rows that the packs of a job that runs alone may have (over the group; a whole panel per head is
 // always allowed).
 inline constexpr std::int64_t kAloneRows = 512;
-// Jobs of a wave at most, key-block tasks per thread at least (if memory allows).
-inline constexpr std::int64_t kMaxWaveJobs = 64;
+// Key-block tasks per thread that a wave has at least (if memory allows).
 inline constexpr std::int64_t kTasksPerThread = 4;
 // More than this for the packs of a wave is not asked for, unless a single head needs it.
 inline constexpr std::int64_t kWaveBytes = std::int64_t{256} << 20;
@@ -85,32 +85,10 @@ class Backward {
     std::byte* alone;  // packs of a job that runs alone
   };
 
-  // A set of jobs whose tasks the threads share, and how far they are. Written by the one thread
-  // that fills it, before `ready`.
-  struct Wave {
-    alignas(Arena::kAlignment) std::atomic<std::int64_t> claimed;  // the number of the wave that it
-                                                                   // holds, or is being filled with
-    std::atomic<std::int64_t> ready;                               // likewise, once it is filled
-    std::atomic<int> left;                                         // threads that are done with it
-    std::byte* memory;
-    std::size_t bytes;
-    Job<Isa>* jobs;  // (kMaxWaveJobs)
-    std::int64_t num_jobs;
-    std::int64_t num_packs;
-    alignas(Arena::kAlignment) std::atomic<std::int64_t> packs_done;
-    // The next tasks; `lock` guards them.
-    alignas(Arena::kAlignment) std::atomic<bool> lock;
-    std::int64_t pack_job;
-    std::int64_t pack_index;
-    std::int64_t kv_job;
-    std::int64_t kv_block;
-    std::int64_t kv_left;
-  };
-
   struct Fixed {
     Thread* threads;        // (num_threads)
     double* sink_partials;  // (batch, heads_q)
-    Wave* waves;            // (2)
+    Wave<Isa>* waves;       // (2)
     Job<Isa>* jobs;         // (2, kMaxWaveJobs)
   };
 
@@ -118,7 +96,7 @@ class Backward {
     Fixed taken{};
     taken.threads = arena.take<Thread>(num_threads);
     taken.sink_partials = arena.take<double>(p_.wants_dsinks ? p_.batch * p_.heads_q : 0);
-    taken.waves = arena.take<Wave>(2);
+    taken.waves = arena.take<Wave<Isa>>(2);
     taken.jobs = arena.take<Job<Isa>>(2 * kMaxWaveJobs);
     const std::size_t alone = alone_bytes();
     const std::int64_t block_kv = largest_block_kv();
@@ -257,7 +235,7 @@ class Backward {
         } else if (runs_alone(job.sequence.band)) {
           Arena arena(thread.alone);
           take_heads(arena, plan_, job);
-          for (std::int64_t task = 0; task < num_packs(job); ++task) {
+          for (std::int64_t task = 0; task < job.num_packs(); ++task) {
             pack(job, task, thread);
           }
           key_block(job, 0, thread);
@@ -287,10 +265,6 @@ class Backward {
             sink_gradient(p_, args_, seq, head, nullptr);
       }
     }
-  }
-
-  [[nodiscard]] std::int64_t num_packs(const Job<Isa>& job) const {
-    return (job.group_end - job.group_begin) * job.blocks.num_q;
   }
 
   void pack(const Job<Isa>& job, std::int64_t task, const Thread& thread) const {
@@ -325,7 +299,7 @@ class Backward {
     const std::size_t bytes = num_waves_ == 2 ? wanted : left;
     waves_ = fixed.waves;
     for (int w = 0; w < 2; ++w) {
-      Wave* wave = new (&waves_[w]) Wave{};
+      auto* wave = new (&waves_[w]) Wave<Isa>{};
       wave->claimed.store(w - num_waves_, std::memory_order_relaxed);
       wave->ready.store(-1, std::memory_order_relaxed);
       wave->left.store(-1, std::memory_order_relaxed);
@@ -337,7 +311,7 @@ class Backward {
 
   void run_waves(const Thread& thread, int num_threads) {
     for (std::int64_t number = 0;; ++number) {
-      Wave& wave = waves_[number % num_waves_];
+      Wave<Isa>& wave = waves_[number % num_waves_];
       std::int64_t previous = number - num_waves_;
       if (wave.claimed.load(std::memory_order_relaxed) == previous &&
           wave.claimed.compare_exchange_strong(previous, number, std::memory_order_relaxed)) {
@@ -357,15 +331,15 @@ class Backward {
     }
   }
 
-  void share_tasks(Wave& wave, const Thread& thread) {
+  void share_tasks(Wave<Isa>& wave, const Thread& thread) {
     std::int64_t job = 0;
     std::int64_t task = 0;
-    while (next_pack(wave, job, task)) {
+    while (wave.next_pack(job, task)) {
       pack(wave.jobs[job], task, thread);
       wave.packs_done.fetch_add(1, std::memory_order_release);
     }
     spin_until([&] { return wave.packs_done.load(std::memory_order_acquire) == wave.num_packs; });
-    while (next_key_block(wave, job, task)) {
+    while (wave.next_key_block(job, task)) {
       key_block(wave.jobs[job], task, thread);
     }
   }
@@ -373,7 +347,7 @@ class Backward {
   // Takes the next jobs that neither see nothing nor run alone. A job too large for a wave of its
   // own comes in parts of its group, one per wave. Waves are filled one after the other, so
   // next_wave_job_ and next_wave_group_ need no lock.
-  void fill(Wave& wave, std::int64_t number, int num_threads) {
+  void fill(Wave<Isa>& wave, std::int64_t number, int num_threads) {
     wave.num_jobs = 0;
     wave.num_packs = 0;
     std::int64_t num_blocks = 0;
@@ -402,7 +376,7 @@ class Backward {
       if (in_parts) {
         // The sums are one kv head's, and the part before must be done.
         if (number > 0) {
-          const Wave& before = waves_[(number - 1) % num_waves_];
+          const Wave<Isa>& before = waves_[(number - 1) % num_waves_];
           spin_until([&] { return before.left.load(std::memory_order_acquire) == num_threads; });
         }
         job.dk = group_dk_;
@@ -412,7 +386,7 @@ class Backward {
       take_heads(arena, plan_, job);
       used += bytes;
       num_blocks += job.blocks.num_kv;
-      wave.num_packs += num_packs(job);
+      wave.num_packs += job.num_packs();
       wave.jobs[wave.num_jobs++] = job;
       if (job.group_end < p_.group()) {
         next_wave_group_ = job.group_end;
@@ -421,57 +395,7 @@ class Backward {
       next_wave_group_ = 0;
       ++next_wave_job_;
     }
-    wave.packs_done.store(0, std::memory_order_relaxed);
-    wave.left.store(0, std::memory_order_relaxed);
-    wave.pack_job = 0;
-    wave.pack_index = 0;
-    wave.kv_job = 0;
-    wave.kv_block = 0;
-    wave.kv_left = num_blocks;
-  }
-
-  static void lock(Wave& wave) {
-    spin_until([&] { return !wave.lock.exchange(true, std::memory_order_acquire); });
-  }
-  static void unlock(Wave& wave) { wave.lock.store(false, std::memory_order_release); }
-
-  bool next_pack(Wave& wave, std::int64_t& job, std::int64_t& task) const {
-    lock(wave);
-    const bool found = wave.pack_job < wave.num_jobs;
-    if (found) {
-      job = wave.pack_job;
-      task = wave.pack_index;
-      if (++wave.pack_index == num_packs(wave.jobs[job])) {
-        wave.pack_index = 0;
-        ++wave.pack_job;
-      }
-    }
-    unlock(wave);
-    return found;
-  }
-
-  // Key blocks ascend within each job; jobs go fastest, so that threads work on different heads and
-  // seldom wait for a turn at dq.
-  static bool next_key_block(Wave& wave, std::int64_t& job, std::int64_t& kv_block) {
-    lock(wave);
-    const bool found = wave.kv_left > 0;
-    if (found) {
-      while (wave.kv_block >= wave.jobs[wave.kv_job].blocks.num_kv) {
-        advance(wave);
-      }
-      job = wave.kv_job;
-      kv_block = wave.kv_block;
-      advance(wave);
-      --wave.kv_left;
-    }
-    unlock(wave);
-    return found;
-  }
-  static void advance(Wave& wave) {
-    if (++wave.kv_job == wave.num_jobs) {
-      wave.kv_job = 0;
-      ++wave.kv_block;
-    }
+    wave.start(num_blocks);
   }
 
   // The batch's partial sums, in order.
@@ -495,7 +419,7 @@ class Backward {
   const std::int64_t num_jobs_;
   Thread* threads_ = nullptr;
   double* sink_partials_ = nullptr;
-  Wave* waves_ = nullptr;
+  Wave<Isa>* waves_ = nullptr;
   std::int64_t num_waves_ = 1;
   std::int64_t next_wave_job_ = 0;
   std::int64_t next_wave_group_ = 0;

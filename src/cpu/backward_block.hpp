@@ -19,6 +19,7 @@
 // visible pairs are added one by one (add_not_finite).
 #pragma once
 
+#include "cpu/backward_prefetch.hpp"
 #include "cpu/backward_tile.hpp"
 #include "cpu/spin.hpp"
 
@@ -62,6 +63,13 @@ class KeyBlockTask {
     bool add = job_.group_begin > 0;
     for (std::int64_t g = job_.group_begin; g < job_.group_end; ++g) {
       for (std::int64_t q_block = last_block; q_block >= first_block; --q_block) {
+        if (q_block > first_block) {
+          prefetch(g, q_block - 1);
+        } else if (g + 1 < job_.group_end) {
+          prefetch(g + 1, last_block);
+        } else {
+          next_packs_ = {};
+        }
         query_block(job_.heads[g - job_.group_begin], job_.kv_head * group + g, q_block, add);
         add = true;
       }
@@ -134,11 +142,22 @@ class KeyBlockTask {
     }
   }
 
+  // Rows of a query block, the last one's padding included.
+  [[nodiscard]] std::int64_t rows_of(std::int64_t q_block) const {
+    const std::int64_t left = job_.blocks.padded_q - q_block * job_.blocks.block_q;
+    return left < job_.blocks.block_q ? left : job_.blocks.block_q;
+  }
+
+  // The query block that comes next, whose packs the tiles of this one ask for.
+  void prefetch(std::int64_t g, std::int64_t q_block) {
+    const std::int64_t tiles = job_.blocks.block_q / kWidth<Isa> * (rows_ / Isa::kRows);
+    next_packs_ = PackPrefetch<Isa>(plan_, job_.heads[g - job_.group_begin],
+                                    q_block * job_.blocks.block_q, rows_of(q_block), tiles);
+  }
+
   void query_block(HeadPack<Isa>& head, std::int64_t head_index, std::int64_t q_block, bool add) {
     const std::int64_t q0 = q_block * job_.blocks.block_q;
-    const std::int64_t rows_q = job_.blocks.padded_q - q0 < job_.blocks.block_q
-                                    ? job_.blocks.padded_q - q0
-                                    : job_.blocks.block_q;
+    const std::int64_t rows_q = rows_of(q_block);
     for (std::int64_t panel = 0; panel < rows_q; panel += kWidth<Isa>) {
       panel_tiles(head, q0, panel);
     }
@@ -207,6 +226,7 @@ class KeyBlockTask {
     tile.neg_lse = head.neg_lse + query;
     tile.neg_delta = head.neg_delta + query;
     for (std::int64_t m = 0; m < rows_; m += Isa::kRows) {
+      next_packs_.step();
       const std::int64_t at = m * kLdP<Isa> + panel / Isa::kPair;
       float* weight = weight_buffer;
       if constexpr (Isa::kPair == 1) {
@@ -429,6 +449,7 @@ class KeyBlockTask {
   float* const dk_;           // (rows, columns_qk)
   float* const dv_;           // (rows, columns_v)
   Scores scores_{};
+  PackPrefetch<Isa> next_packs_;
   bool k_all_finite_ = true;
 };
 

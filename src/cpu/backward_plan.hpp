@@ -141,6 +141,8 @@ struct Job {
   float* dk =
       nullptr;  // sums of all keys from one part of the group to the next; null: the job is whole
   float* dv = nullptr;
+
+  [[nodiscard]] std::int64_t num_packs() const { return (group_end - group_begin) * blocks.num_q; }
 };
 
 template <class Isa>

@@ -293,6 +293,18 @@ TEST_F(HostileFiles, CuSeqlensOfAFixedLengthCall) {
   expect_refused({}, 2, "cu_seqlens");
 }
 
+TEST_F(HostileFiles, OutputIsTheInput) {
+  write_changed({});
+  std::filesystem::create_symlink(path("in"), path("link"));
+  const auto size = std::filesystem::file_size(path("in"));
+  for (const char* output : {"in", "link", "./in"}) {
+    const ToolResult result = run_tool({"run", "--input", path("in"), "--output", path(output)});
+    EXPECT_EQ(result.exit_status, 2) << output;
+    EXPECT_NE(result.err.find("it is the input"), std::string::npos) << result.err;
+    EXPECT_EQ(std::filesystem::file_size(path("in")), size);
+  }
+}
+
 TEST_F(HostileFiles, NotAFile) {
   expect_refused({}, 2, "can't open");
   std::filesystem::create_directory(path("in"));

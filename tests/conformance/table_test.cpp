@@ -32,8 +32,9 @@ class KnownFault : public testing::TestWithParam<Entry> {};
 
 TEST_P(KnownFault, OnEveryTarget) {
   const TableEntry& entry = *GetParam().entry;
-  ASSERT_FALSE(entry.cases.empty());
-  for (const Case& c : entry.cases) {
+  const std::vector<Case> cases = cases_on(entry, tested_place());
+  ASSERT_FALSE(cases.empty());
+  for (const Case& c : cases) {
     expect_right(c, {.finite_gradients = entry.id == "one_huge_key"});
   }
 }
@@ -42,6 +43,12 @@ INSTANTIATE_TEST_SUITE_P(Table, KnownFault, testing::ValuesIn(entries(true)),
                          [](const auto& test) { return test.param.entry->id; });
 
 class GpuOnly : public testing::TestWithParam<Entry> {};
+
+TEST_P(GpuOnly, IsRight) {
+  for (const Case& c : cases_on(*GetParam().entry, tested_place())) {
+    expect_right(c);
+  }
+}
 
 // What a CPU can say of a case that is too large for it: the library takes it and asks for little
 // workspace.
@@ -69,6 +76,10 @@ TEST(Table, HasItsLinesAndVariants) {
   EXPECT_EQ(find_cases("big_logits/30").front().seqlen_q, 128);
   EXPECT_EQ(find_cases("window_equals_causal").front().mask.left, 1023);
   EXPECT_THROW(find_cases("no_such_case"), std::invalid_argument);
+  EXPECT_THROW(find_cases("over_2_31_elements"), std::invalid_argument);
+  EXPECT_EQ(find_cases("over_2_31_elements/2", Place::kCuda).front().seqlen_q, 10496);
+  EXPECT_EQ(find_cases("gqa_memory", Place::kCuda).front().batch, 24);
+  EXPECT_EQ(find_cases("nan_in_query", Place::kCuda).front().dtype, DType::kBF16);
   EXPECT_THROW(parse_entry(R"({"id":"x","source":"","right":"","dtype":"f32","unknown":1})"),
                std::invalid_argument);
 }

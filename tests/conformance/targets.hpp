@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the conformance tests run on: every backend that this machine has, the CPU backend once per
-// instruction set.
+// What the conformance tests run on: every backend of the CPU, the cpu backend once per instruction
+// set, or the one GPU backend that `--backend` names.
 #pragma once
 
 #include <string>
 #include <vector>
+
+#include "check/case.hpp"
+#include "check/device_memory.hpp"
 
 namespace flashgrad::check {
 
@@ -15,10 +18,21 @@ struct Target {
   double max_flops = 0;
 
   [[nodiscard]] std::string name() const;
+  // f64 is the reference backend's alone, and GPUs take 16 bits; all else is served, not refused.
+  [[nodiscard]] bool takes(DType dtype) const;
 };
+
+// Before the first call of the functions below: test that GPU backend. Empty, or why it can't run.
+std::string choose_gpu_backend(const std::string& name);
 
 // Fastest first, the reference last.
 const std::vector<Target>& targets();
+// Where all of them take their tensors.
+Place tested_place();
+
+// The cases of a table id, of the host's size; where f32 is not taken, with bf16 for it.
+std::vector<Case> small_cases(const std::string& id);
+Case as_taken(Case c);
 
 // Instruction sets of this build that the machine lacks, and backends that can't run here with the
 // reason.

@@ -4,6 +4,7 @@
 import math
 import subprocess
 import sys
+import threading
 
 import flashgrad
 import flashgrad.torch as fgt
@@ -147,13 +148,13 @@ def test_frozen_inputs_are_not_computed(frozen, monkeypatch):
     want = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs)
     inputs[frozen].requires_grad_(False)
     computed = []
-    prepare = flashgrad._call.Call.prepare
+    launch = flashgrad._call.Call.try_launch
 
     def watch(call, *args):
         computed.append([pointer != 0 for pointer in call.pointers[7:10]])
-        return prepare(call, *args)
+        return launch(call, *args)
 
-    monkeypatch.setattr(flashgrad._call.Call, "prepare", watch)
+    monkeypatch.setattr(flashgrad._call.Call, "try_launch", watch)
     fgt.flash_attn_func(*inputs).sum().backward()
     assert computed[-1] == [i != frozen for i in range(3)]
     assert inputs[frozen].grad is None
@@ -173,6 +174,73 @@ def test_expanded_dout_is_read_in_place():
     want = torch.autograd.grad(textbook.attention(*inputs)[1].sum(), inputs[:2])
     for a, b in zip(got, want):
         close(a, b)
+
+
+def test_planned_calls_match_the_operators():
+    inputs = qkv(seqlen_q=11)
+    for seed in range(3):  # the first makes the plan, the others use it
+        q, k, v = inputs = [x.detach() + seed for x in inputs]
+        dout, dlse = tensors((2, 11, 4, 8), (2, 4, 11), seed=seed, requires_grad=False)
+        want = FORWARD(q, k, v, *options())
+        for needs in ((True, True, True, False), (False, True, False, False)):
+            for cotangents in ((dout, None), (None, dlse), (dout, dlse)):
+                leaves = [x.clone().requires_grad_(need) for x, need in zip(inputs, needs)]
+                out, lse = fgt.flash_attn_func(*leaves, causal=True, return_lse=True)
+                assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+                roots = [(x, g) for x, g in zip((out, lse), cotangents) if g is not None]
+                torch.autograd.backward(*zip(*roots))
+                gradients = BACKWARD(*cotangents, q, k, v, *want, *options(), *needs)
+                for leaf, need, gradient in zip(leaves, needs, gradients):
+                    assert torch.equal(leaf.grad, gradient) if need else leaf.grad is None
+
+
+def test_plan_survives_a_change_of_backend_and_threads(monkeypatch):
+    inputs = qkv(seqlen_q=64, seqlen_k=128)
+    threads = torch.get_num_threads()
+
+    def run():
+        out = fgt.flash_attn_func(*inputs)
+        return out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    want = run()
+    for backend in ("reference", "cpu"):
+        monkeypatch.setenv("FLASHGRAD_BACKEND", backend)
+        for number in (1, 4, threads):
+            torch.set_num_threads(number)
+            for x, y in zip(run(), want):
+                close(x, y)
+
+
+def test_threads_do_not_share_plans():
+    inputs = [[x.detach() * (n + 1) for x in qkv(seqlen_q=33)] for n in range(3)]
+    want = [fgt.flash_attn_func(*x) for x in inputs]
+    wrong = []
+
+    def work(n):
+        for _ in range(100):
+            if not torch.equal(fgt.flash_attn_func(*inputs[n]), want[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_saved_tensors_may_be_replaced():
+    inputs = qkv()
+
+    def pack(x):
+        return x.flip(0)  # unpacked again with other strides
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.mT.contiguous().mT.flip(0)):
+        out = fgt.flash_attn_func(*inputs)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, dout)
+    want = torch.autograd.grad(fgt.flash_attn_func(*inputs), inputs, dout)
+    assert all(map(torch.equal, got, want))
 
 
 def test_noncontiguous_inputs():

@@ -238,6 +238,12 @@ TEST(Accepted, PinnedHostMemory) {
   accepted(kForward, c);
 }
 
+TEST(Accepted, PinnedBesidePlainHostMemory) {
+  C c(kFixed);
+  c.k.device = c.out.device = {kDLCUDAHost, 0};
+  accepted(kForward, c);
+}
+
 TEST(Accepted, NoBatch) {
   C c(kFixed);
   for (TestTensor* t : {&c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq, &c.dk, &c.dv,

@@ -38,6 +38,8 @@ std::int64_t sequence_length(const HostTensor& rows, const HostTensor& cu_seqlen
   return cu_seqlens.given() ? value_at(cu_seqlens, b + 1) - value_at(cu_seqlens, b) : rows.shape[1];
 }
 
+check::Rows whole(const HostTensor& tensor) { return {tensor.buffer.size(), tensor.buffer.size()}; }
+
 }  // namespace
 
 DLDataType dl_dtype(const std::string& tensor_name, std::string_view dtype) {
@@ -69,13 +71,13 @@ HostTensor make_tensor(std::string name, std::string dtype, std::vector<std::int
   return {std::move(name), std::move(dtype), std::move(shape), std::move(buffer), {}};
 }
 
-fg_tensors AttentionCall::bind() {
-  const auto view = [](HostTensor& tensor) -> const DLTensor* {
+fg_tensors AttentionCall::bind(check::Place place) {
+  const auto view = [place](HostTensor& tensor) -> const DLTensor* {
     if (!tensor.given()) {
       return nullptr;
     }
-    tensor.dl.data = tensor.buffer.data();
-    tensor.dl.device = {kDLCPU, 0};
+    tensor.dl.data = place == check::Place::kCuda ? tensor.device.data() : tensor.buffer.data();
+    tensor.dl.device = check::dl_device(place);
     tensor.dl.ndim = static_cast<int>(tensor.shape.size());
     tensor.dl.dtype = dl_dtype(tensor.name, tensor.dtype);
     tensor.dl.shape = tensor.shape.data();
@@ -102,6 +104,37 @@ fg_tensors AttentionCall::bind() {
   tensors.seqused_kv = view(seqused_kv);
   tensors.q_offset = view(q_offset);
   return tensors;
+}
+
+void AttentionCall::upload() {
+  for (HostTensor* tensor : all()) {
+    if (tensor->given()) {
+      tensor->device = check::DeviceMemory(tensor->buffer.size());
+      check::upload(tensor->buffer.data(), tensor->device.data(), whole(*tensor));
+    }
+  }
+}
+
+void AttentionCall::download() {
+  for (HostTensor* tensor : all()) {
+    if (tensor->given()) {
+      check::download(tensor->device.data(), tensor->buffer.data(), whole(*tensor));
+    }
+  }
+}
+
+std::uint64_t AttentionCall::device_bytes() {
+  std::uint64_t bytes = 0;
+  for (const HostTensor* tensor : all()) {
+    bytes += tensor->device.size_bytes();
+  }
+  return bytes;
+}
+
+std::array<HostTensor*, 17> AttentionCall::all() {
+  return {&q,         &k,          &v,       &out,    &lse,   &dout,         &dlse,
+          &dq,        &dk,         &dv,      &dsinks, &sinks, &cu_seqlens_q, &cu_seqlens_kv,
+          &seqused_q, &seqused_kv, &q_offset};
 }
 
 void AttentionCall::make_outputs() {
@@ -167,8 +200,18 @@ void Runner::prepare(fg_pass pass, const fg_tensors& tensors, const fg_options& 
   std::size_t minimum = 0;
   std::size_t preferred = 0;
   require_ok(fg_workspace_size(pass, &tensors, &options, &minimum, &preferred));
-  const std::size_t bytes = preferred <= available_memory_bytes() ? preferred : minimum;
-  if (bytes > workspace_.size()) {
+  const bool on_device = place_ == check::Place::kCuda;
+  const std::size_t available = on_device
+                                    ? check::free_device_bytes() + device_workspace_.size_bytes()
+                                    : available_memory_bytes();
+  const std::size_t bytes = preferred <= available ? preferred : minimum;
+  if (bytes <= workspace_bytes()) {
+    return;
+  }
+  if (on_device) {
+    device_workspace_ = {};
+    device_workspace_ = check::DeviceMemory(bytes);
+  } else {
     workspace_ = Buffer();
     workspace_ = Buffer(bytes);
   }
@@ -176,8 +219,13 @@ void Runner::prepare(fg_pass pass, const fg_tensors& tensors, const fg_options& 
 
 double Runner::run(fg_pass pass, const fg_tensors& tensors, const fg_options& options) {
   const auto call = pass == FG_FORWARD ? fg_forward : fg_backward;
+  const bool on_device = place_ == check::Place::kCuda;
+  std::byte* workspace = on_device ? device_workspace_.data() : workspace_.data();
   const auto begin = std::chrono::steady_clock::now();
-  const fg_status status = call(&tensors, &options, workspace_.data(), workspace_.size(), nullptr);
+  const fg_status status = call(&tensors, &options, workspace, workspace_bytes(), nullptr);
+  if (on_device && status == FG_OK) {
+    check::synchronize_device();
+  }
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
   require_ok(status);
   return elapsed.count();

@@ -142,26 +142,36 @@ Row measure(const check::Case& c, const CallOptions& call_options) {
   row.mask = describe_mask(options);
   const int num_threads = omp_get_max_threads();
 
+  const bool on_device = call_options.place == check::Place::kCuda;
   const std::uint64_t resident_before = resident_memory_bytes();
   reset_peak_memory();
   AttentionCall call = make_call(c, call_options.grad_f32);
-  const fg_tensors tensors = call.bind();
+  if (on_device) {
+    call.upload();
+  }
+  const fg_tensors tensors = call.bind(call_options.place);
   const char* backend = nullptr;
   require_ok(fg_supports(FG_BACKWARD, &tensors, &options, &backend));
   row.backend = backend;
-  Runner forward;
-  Runner backward;
+  Runner forward(call_options.place);
+  Runner backward(call_options.place);
   forward.prepare(FG_FORWARD, tensors, options);
   backward.prepare(FG_BACKWARD, tensors, options);
   // The first runs start threads and touch memory; they are not timed.
   forward.run(FG_FORWARD, tensors, options);
   backward.run(FG_BACKWARD, tensors, options);
-  row.memory_bytes = peak_memory_bytes() - resident_before;
+  row.memory_bytes =
+      on_device ? call.device_bytes() + forward.workspace_bytes() + backward.workspace_bytes()
+                : peak_memory_bytes() - resident_before;
 
   const std::uint64_t resident_between = resident_memory_bytes();
   reset_peak_memory();
-  const std::unique_ptr<StandardAttention> standard =
-      make_standard_attention(call, options, row.no_standard);
+  std::unique_ptr<StandardAttention> standard;
+  if (on_device) {
+    row.no_standard = "not on a GPU";
+  } else {
+    standard = make_standard_attention(call, options, row.no_standard);
+  }
   if (standard != nullptr) {
     standard->forward();
     standard->backward();
@@ -185,9 +195,9 @@ Row measure(const check::Case& c, const CallOptions& call_options) {
       forward_times.standard.push_back(timed([&] { standard->forward(); }));
       backward_times.standard.push_back(timed([&] { standard->backward(); }));
     }
-    peaks.push_back(
-        (c.dtype == DType::kBF16 ? measure_bf16_peak(num_threads) : measure_f32_peak(num_threads))
-            .gflops);
+    peaks.push_back(on_device                 ? NAN
+                    : c.dtype == DType::kBF16 ? measure_bf16_peak(num_threads).gflops
+                                              : measure_f32_peak(num_threads).gflops);
     ++row.num_rounds;
   }
   row.forward = forward_times.summary(cost.forward_flops, peaks);
@@ -209,9 +219,11 @@ std::string lines_of(const Row& row) {
             : fmt::format("{:>11}{:>7.2f}x{:>11}", format_seconds(pass.standard_seconds),
                           pass.speedup,
                           format_bytes(static_cast<double>(row.standard_memory_bytes)));
-    return fmt::format("  {:<9}{:>11}{:>9.1f}{:>7.2f}{:>11}{}\n", title,
-                       format_seconds(pass.seconds), pass.gflops, pass.fraction_of_peak,
-                       format_bytes(static_cast<double>(row.memory_bytes)), standard);
+    const std::string share =
+        std::isnan(pass.fraction_of_peak) ? "-" : fmt::format("{:.2f}", pass.fraction_of_peak);
+    return fmt::format("  {:<9}{:>11}{:>9.1f}{:>7}{:>11}{}\n", title, format_seconds(pass.seconds),
+                       pass.gflops, share, format_bytes(static_cast<double>(row.memory_bytes)),
+                       standard);
   };
   const std::string reason =
       row.no_standard.empty() ? "" : fmt::format(" (no standard attention: {})", row.no_standard);
@@ -220,9 +232,10 @@ std::string lines_of(const Row& row) {
 }
 
 ordered_json json_of(const PassResult& pass) {
-  ordered_json result = {{"seconds", pass.seconds},
-                         {"gflops", pass.gflops},
-                         {"fraction_of_peak", pass.fraction_of_peak}};
+  ordered_json result = {{"seconds", pass.seconds}, {"gflops", pass.gflops}};
+  if (!std::isnan(pass.fraction_of_peak)) {
+    result["fraction_of_peak"] = pass.fraction_of_peak;
+  }
   if (!std::isnan(pass.speedup)) {
     result["standard_seconds"] = pass.standard_seconds;
     result["speedup"] = pass.speedup;
@@ -236,10 +249,12 @@ ordered_json json_of(const Row& row) {
                          {"mask", row.mask},
                          {"backend", row.backend},
                          {"rounds", row.num_rounds},
-                         {"peak_gflops", row.peak_gflops},
                          {"forward", json_of(row.forward)},
                          {"backward", json_of(row.backward)},
                          {"memory_bytes", row.memory_bytes}};
+  if (!std::isnan(row.peak_gflops)) {
+    result["peak_gflops"] = row.peak_gflops;
+  }
   if (row.no_standard.empty()) {
     result["standard_memory_bytes"] = row.standard_memory_bytes;
   } else {
@@ -254,6 +269,10 @@ ordered_json run_suite(const std::vector<check::Case>& cases, const CallOptions&
   ordered_json rows = ordered_json::array();
   for (std::size_t i = 0; i < cases.size(); ++i) {
     std::cerr << fmt::format("[{}/{}] {}\n", i + 1, cases.size(), title_of(cases[i]));
+    if (call_options.place == check::Place::kCuda && cases[i].dtype == DType::kF32) {
+      print_out(fmt::format("{}: no GPU backend takes f32\n", title_of(cases[i])));
+      continue;
+    }
     const Row row = measure(cases[i], call_options);
     print_out(lines_of(row));
     rows.push_back(json_of(row));
@@ -283,14 +302,21 @@ int bench_command(const BenchArguments& arguments) {
   } else if (!arguments.memory) {
     cases = load_suite(arguments.suite);
   }
-  std::cerr << "measuring the peak\n";
   ordered_json report = describe_machine(num_threads);
-  print_out(fmt::format(
-      "flashgrad {}, {}, {} threads\npeak {:.0f} GFLOP/s ({}), {:.0f} GFLOP/s ({})\n", fg_version(),
-      report["cpu"].get<std::string>(), num_threads, report["f32_peak"]["gflops"].get<double>(),
-      report["f32_peak"]["instruction"].get<std::string>(),
-      report["bf16_peak"]["gflops"].get<double>(),
-      report["bf16_peak"]["instruction"].get<std::string>()));
+  if (call_options.place == check::Place::kCuda) {
+    print_out(fmt::format("flashgrad {}, {}\n", fg_version(),
+                          describe_backend(call_options.backend).detail));
+  } else {
+    std::cerr << "measuring the peak\n";
+    report.update(describe_peaks(num_threads));
+    print_out(
+        fmt::format("flashgrad {}, {}, {} threads\npeak {:.0f} GFLOP/s ({}), {:.0f} GFLOP/s ({})\n",
+                    fg_version(), report["cpu"].get<std::string>(), num_threads,
+                    report["f32_peak"]["gflops"].get<double>(),
+                    report["f32_peak"]["instruction"].get<std::string>(),
+                    report["bf16_peak"]["gflops"].get<double>(),
+                    report["bf16_peak"]["instruction"].get<std::string>()));
+  }
   if (arguments.memory) {
     report["memory"] = bench_memory(arguments.dtype, call_options);
   } else {

@@ -48,8 +48,11 @@ nlohmann::ordered_json describe_machine(int num_threads) {
           {"date", date_utc()},
           {"cpu", cpu_model()},
           {"threads", num_threads},
-          {"backends", backends},
-          {"f32_peak", json_of(measure_f32_peak(num_threads))},
+          {"backends", backends}};
+}
+
+nlohmann::ordered_json describe_peaks(int num_threads) {
+  return {{"f32_peak", json_of(measure_f32_peak(num_threads))},
           {"bf16_peak", json_of(measure_bf16_peak(num_threads))}};
 }
 

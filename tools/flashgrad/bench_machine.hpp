@@ -6,7 +6,10 @@
 
 namespace flashgrad::tool {
 
-// version, date (UTC), cpu, threads, and the peaks, measured now.
+// version, date (UTC), cpu, threads and what the backends run on.
 nlohmann::ordered_json describe_machine(int num_threads);
+
+// The peaks of the CPU, measured now.
+nlohmann::ordered_json describe_peaks(int num_threads);
 
 }  // namespace flashgrad::tool

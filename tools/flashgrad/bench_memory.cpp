@@ -28,13 +28,13 @@ struct Measured {
 
 // Bytes of everything a training step holds for this call: inputs, results, gradients, and the
 // larger workspace.
-double computed_bytes(AttentionCall& call, const fg_options& options) {
+double computed_bytes(AttentionCall& call, const fg_options& options, check::Place place) {
   double bytes = 0;
   for (const HostTensor* tensor : {&call.q, &call.k, &call.v, &call.out, &call.lse, &call.dout,
                                    &call.dq, &call.dk, &call.dv}) {
     bytes += static_cast<double>(tensor->buffer.size());
   }
-  const fg_tensors tensors = call.bind();
+  const fg_tensors tensors = call.bind(place);
   std::size_t forward = 0;
   std::size_t backward = 0;
   require_ok(fg_workspace_size(FG_FORWARD, &tensors, &options, nullptr, &forward));
@@ -46,10 +46,15 @@ Measured measure(const check::Case& c, const CallOptions& call_options) {
   const std::uint64_t resident_before = resident_memory_bytes();
   reset_peak_memory();
   AttentionCall call = make_call(c, call_options.grad_f32);
-  const fg_tensors tensors = call.bind();
+  const bool on_device = call_options.place == check::Place::kCuda;
+  if (on_device) {
+    call.upload();
+  }
+  const fg_tensors tensors = call.bind(call_options.place);
   Measured result;
+  std::uint64_t workspace_bytes = 0;
   for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
-    Runner runner;
+    Runner runner(call_options.place);
     runner.prepare(pass, tensors, call_options.options);
     double seconds = runner.run(pass, tensors, call_options.options);
     // A short run again: the first one also starts threads and touches memory.
@@ -57,8 +62,10 @@ Measured measure(const check::Case& c, const CallOptions& call_options) {
       seconds = runner.run(pass, tensors, call_options.options);
     }
     result.seconds += seconds;
+    workspace_bytes = std::max(workspace_bytes, runner.workspace_bytes());
   }
-  result.memory_bytes = peak_memory_bytes() - resident_before;
+  result.memory_bytes =
+      on_device ? call.device_bytes() + workspace_bytes : peak_memory_bytes() - resident_before;
   return result;
 }
 
@@ -83,7 +90,7 @@ nlohmann::ordered_json bench_memory(const std::string& dtype, const CallOptions&
     AttentionCall shapes = make_shapes(c, call_options.grad_f32);
     const Cost cost = cost_of(shapes, options);
     const double flops = cost.forward_flops + cost.backward_flops;
-    const double bytes = computed_bytes(shapes, options);
+    const double bytes = computed_bytes(shapes, options, call_options.place);
     measuring = measuring && (flops_per_second == 0 || flops / flops_per_second < kMaxSeconds) &&
                 2 * bytes < static_cast<double>(available_memory_bytes());
     Measured result;

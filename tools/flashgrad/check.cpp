@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <iostream>
 #include <utility>
 #include <vector>
@@ -27,6 +28,18 @@ struct Tally {
   int num_failed = 0;
   int num_refused = 0;
 };
+
+constexpr std::array kPlaces = {check::Place::kHost, check::Place::kCuda};
+
+std::vector<std::string> those_on(check::Place place, const std::vector<std::string>& backends) {
+  std::vector<std::string> names;
+  for (const std::string& backend : backends) {
+    if (check::place_of(backend) == place) {
+      names.push_back(backend);
+    }
+  }
+  return names;
+}
 
 // The backends to check: the one that was asked for, or all that can run here.
 std::vector<std::string> backends_to_check(const CallOptions& call_options) {
@@ -107,11 +120,12 @@ int finish(const Tally& tally) {
   return tally.num_passed == 0 && tally.num_refused > 0 ? kExitUnsupported : kExitOk;
 }
 
-// One shape on each backend, every output shown.
-int check_shape(const check::Case& c, const CallOptions& call_options) {
+// One shape on each of the backends, every output shown.
+int check_shape(const check::Case& c, const std::vector<std::string>& backends,
+                const CallOptions& call_options) {
   Tally tally;
   check::CaseRunner runner(c);
-  for (const std::string& backend : backends_to_check(call_options)) {
+  for (const std::string& backend : backends) {
     const check::CaseResult result = run_on(runner, backend, call_options.options);
     const std::string title = fmt::format("{} ({})", backend, describe_backend(backend).detail);
     if (result.status == FG_UNSUPPORTED) {
@@ -134,7 +148,40 @@ int check_shape(const check::Case& c, const CallOptions& call_options) {
   return finish(tally);
 }
 
-// The case table: a line for each entry and backend.
+// An entry of the table on the backends of a place: a line for each.
+void check_entry(const check::TableEntry& entry, const std::vector<std::string>& backends,
+                 const CallOptions& call_options, std::uint64_t seed, Tally& tally) {
+  const check::Place place = check::place_of(backends.front());
+  const std::vector<check::Case> cases = check::cases_on(entry, place);
+  if (cases.empty()) {
+    print_out(fmt::format("--    {}: {}\n", entry.id, entry.not_on_a_cpu));
+    return;
+  }
+  std::vector<std::string> words(backends.size());
+  std::vector<bool> failed(backends.size(), false);
+  for (check::Case c : cases) {
+    c.seed = seed;
+    check::CaseRunner runner(std::move(c), kTableFlops);
+    for (std::size_t b = 0; b < backends.size(); ++b) {
+      const int num_failed_before = tally.num_failed;
+      words[b] = check_case(runner, backends[b], call_options.options, tally);
+      failed[b] = failed[b] || tally.num_failed > num_failed_before;
+    }
+  }
+  std::string changes;
+  if (place == check::Place::kHost && !entry.shrunk.empty()) {
+    changes = "; " + entry.shrunk;
+  } else if (cases.front().dtype != entry.full_size.front().dtype) {
+    changes =
+        fmt::format("; {} for {}", name(cases.front().dtype), name(entry.full_size.front().dtype));
+  }
+  for (std::size_t b = 0; b < backends.size(); ++b) {
+    print_out(fmt::format("{}  {:<10} {} ({} cases{}): {}\n", failed[b] ? "FAIL" : "ok  ",
+                          backends[b], entry.id, cases.size(), changes, words[b]));
+  }
+}
+
+// The case table.
 int check_table(const CallOptions& call_options, std::uint64_t seed) {
   const std::vector<std::string> backends = backends_to_check(call_options);
   const std::vector<check::TableEntry>& table = check::table();
@@ -142,26 +189,11 @@ int check_table(const CallOptions& call_options, std::uint64_t seed) {
   std::size_t num_entries = 0;
   for (const check::TableEntry& entry : table) {
     ++num_entries;
-    if (!entry.not_on_a_cpu.empty()) {
-      print_out(fmt::format("--    {}: {}\n", entry.id, entry.not_on_a_cpu));
-      continue;
-    }
     std::cerr << fmt::format("[{}/{}] {}\n", num_entries, table.size(), entry.id);
-    std::vector<std::string> words(backends.size());
-    std::vector<bool> failed(backends.size(), false);
-    for (check::Case c : entry.cases) {
-      c.seed = seed;
-      check::CaseRunner runner(std::move(c), kTableFlops);
-      for (std::size_t b = 0; b < backends.size(); ++b) {
-        const int num_failed_before = tally.num_failed;
-        words[b] = check_case(runner, backends[b], call_options.options, tally);
-        failed[b] = failed[b] || tally.num_failed > num_failed_before;
+    for (const check::Place place : kPlaces) {
+      if (const auto there = those_on(place, backends); !there.empty()) {
+        check_entry(entry, there, call_options, seed, tally);
       }
-    }
-    for (std::size_t b = 0; b < backends.size(); ++b) {
-      print_out(fmt::format("{}  {:<10} {} ({} cases{}): {}\n", failed[b] ? "FAIL" : "ok  ",
-                            backends[b], entry.id, entry.cases.size(),
-                            entry.shrunk.empty() ? "" : "; " + entry.shrunk, words[b]));
     }
   }
   return finish(tally);
@@ -176,14 +208,18 @@ int check_command(const CheckArguments& arguments) {
   try {
     if (arguments.shape) {
       const check::Case c = shape_case(*arguments.shape, arguments.dtype, seed, call_options);
-      return check_shape(c, call_options);
+      return check_shape(c, backends_to_check(call_options), call_options);
     }
     if (arguments.case_id) {
       int status = kExitOk;
-      for (check::Case c : check::find_cases(*arguments.case_id)) {
-        c.seed = seed;
-        print_out(fmt::format("{}: {}\n", c.id, check::shape_text(c)));
-        status = std::max(status, check_shape(c, call_options));
+      for (const check::Place place : kPlaces) {
+        const auto backends = those_on(place, backends_to_check(call_options));
+        for (check::Case c : backends.empty() ? std::vector<check::Case>{}
+                                              : check::find_cases(*arguments.case_id, place)) {
+          c.seed = seed;
+          print_out(fmt::format("{}: {}\n", c.id, check::shape_text(c)));
+          status = std::max(status, check_shape(c, backends, call_options));
+        }
       }
       return status;
     }

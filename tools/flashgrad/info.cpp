@@ -33,7 +33,7 @@ bool supports(const std::string& backend, const std::string& dtype, std::int64_t
   AttentionCall call = probe(dtype, head_dim);
   fg_options options = FG_OPTIONS_INIT;
   options.backend = backend.c_str();
-  const fg_tensors tensors = call.bind();
+  const fg_tensors tensors = call.bind(check::place_of(backend));
   return fg_supports(FG_FORWARD, &tensors, &options, nullptr) == FG_OK &&
          fg_supports(FG_BACKWARD, &tensors, &options, nullptr) == FG_OK;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line `flashgrad`: run, check, bench, info. Exit status 0: fine, 1: a check failed, 2:
+// The command line `flashgrad`: run, check, bench, plan, info. Exit status 0: fine, 1: a check failed, 2:
 // bad usage or input, 3: unsupported.
 #include <fmt/format.h>
 
@@ -14,6 +14,7 @@
 #include "check.hpp"
 #include "flashgrad/flashgrad.h"
 #include "info.hpp"
+#include "plan.hpp"
 #include "run.hpp"
 #include "text.hpp"
 
@@ -103,6 +104,8 @@ int dispatch(int argc, char** argv) {
   add_check(app, check);
   BenchArguments bench;
   add_bench(app, bench);
+  PlanArguments plan;
+  add_plan(app, plan);
   CLI::App* info = app.add_subcommand("info", "Version, backends and what is supported");
 
   try {
@@ -121,6 +124,9 @@ int dispatch(int argc, char** argv) {
   }
   if (app.got_subcommand("bench")) {
     return bench_command(bench);
+  }
+  if (app.got_subcommand("plan")) {
+    return plan_command(app, plan);
   }
   return run_command(run);
 }

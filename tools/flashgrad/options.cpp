@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <iostream>
 #include <thread>
 
@@ -63,7 +64,7 @@ void add_call_options(CLI::App& app, CallArguments& arguments) {
       ->type_name("X")
       ->capture_default_str();
   app.add_option("--backend", arguments.backend,
-                 fmt::format("auto (the fastest that supports the call), {}",
+                 fmt::format("auto (the fastest on the CPU that supports the call), {}",
                              fmt::join(backend_names(), ", ")))
       ->type_name("NAME")
       ->capture_default_str();
@@ -120,7 +121,13 @@ CallOptions::CallOptions(const CallArguments& arguments) {
     }
     backend = arguments.backend;
     options.backend = backend.c_str();
+    const fg_backend info = describe_backend(backend);
+    if (info.available == 0) {
+      throw Error(fmt::format("--backend {}: {}", backend, info.detail), kExitUnsupported);
+    }
   }
+  const char* forced = std::getenv("FLASHGRAD_BACKEND");
+  place = check::place_of(backend.empty() && forced != nullptr ? forced : backend);
 
   options.deterministic = arguments.deterministic ? 1 : 0;
   if (arguments.threads) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "check/device_memory.hpp"
 #include "flashgrad/flashgrad.h"
 
 namespace flashgrad::tool {
@@ -38,7 +39,8 @@ struct CallOptions {
   CallOptions(const CallOptions&) = delete;
   CallOptions& operator=(const CallOptions&) = delete;
 
-  std::string backend;  // empty: automatic
+  std::string backend;  // empty: automatic, of those that take tensors in host memory
+  check::Place place = check::Place::kHost;  // where the backend takes its tensors
   bool grad_f32 = false;
   fg_options options = FG_OPTIONS_INIT;
 };

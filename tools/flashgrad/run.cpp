@@ -137,6 +137,7 @@ std::string report_of(const std::vector<Pass>& passes, const Cost& cost) {
 int run_command(const RunArguments& arguments) {
   const CallOptions call_options(arguments.call);
   const fg_options& options = call_options.options;
+  refuse_same_file(arguments.input, arguments.output);
   check_writable(arguments.output);
   AttentionCall call = load_call(arguments.input);
 
@@ -153,7 +154,7 @@ int run_command(const RunArguments& arguments) {
   if (backward) {
     call.make_gradients(call_options.grad_f32);
   }
-  const fg_tensors tensors = call.bind();
+  const fg_tensors tensors = call.bind(call_options.place);
 
   // Both passes are asked before either runs: what is refused costs no work.
   std::vector<Pass> passes;
@@ -171,11 +172,19 @@ int run_command(const RunArguments& arguments) {
   if (backward) {
     add_pass(FG_BACKWARD, "backward");
   }
+  const bool on_device = call_options.place == check::Place::kCuda;
+  if (on_device) {
+    call.upload();
+    call.bind(call_options.place);
+  }
   for (Pass& pass : passes) {
-    Runner runner;
+    Runner runner(call_options.place);
     runner.prepare(pass.pass, tensors, options);
     pass.workspace_bytes = runner.workspace_bytes();
     time_pass(pass, runner, tensors, options);
+  }
+  if (on_device) {
+    call.download();
   }
   const Cost cost = cost_of(call, options);
   for (Pass& pass : passes) {
@@ -194,7 +203,7 @@ int run_command(const RunArguments& arguments) {
   if (arguments.check) {
     check::ExpectedOptions expected;
     expected.num_threads = options.num_threads;
-    const check::Judgement judgement = check::judge(tensors, options, !forward, expected);
+    const check::Judgement judgement = check::judge(call.bind(), options, !forward, expected);
     text += format_outputs(judgement.outputs, judgement.coverage);
     passed = all_ok(judgement.outputs);
     text += passed ? "PASS\n" : "FAIL\n";

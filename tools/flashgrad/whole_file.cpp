@@ -110,6 +110,13 @@ class TemporaryFile {
 
 }  // namespace
 
+void refuse_same_file(const std::string& input, const std::string& output) {
+  std::error_code error;  // of a file that is not there: then they are not the same
+  if (fs::equivalent(input, output, error)) {
+    throw_cannot_write(output, "it is the input, whose tensors would be lost");
+  }
+}
+
 void check_writable(const std::string& path) { TemporaryFile(path, target_of(path)); }
 
 void write_whole_file(const std::string& path, std::span<const std::span<const std::byte>> parts) {

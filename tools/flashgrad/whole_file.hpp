@@ -8,6 +8,9 @@
 
 namespace flashgrad::tool {
 
+// Refuses an output that is the input itself, by whatever path, or a link to it.
+void refuse_same_file(const std::string& input, const std::string& output);
+
 // Refuses a path that `write_whole_file` could not write: before the work, not after it.
 void check_writable(const std::string& path);
 

@@ -168,18 +168,7 @@ def flash_attn_func(
     )  # fmt: skip
 
 
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
-) -> Output:
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *options: Any, **named_options: Any) -> Output:
     """``flash_attn_func`` of ``qkv.unbind(2)``, with the same options.
 
     Parameters
@@ -187,24 +176,11 @@ def flash_attn_qkvpacked_func(
     qkv : Tensor (batch, seqlen, 3, heads, head_dim)
     """
     q, k, v = _unbind(qkv, "qkv", 3, 2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, **options,
-    )  # fmt: skip
+    return flash_attn_func(q, k, v, *options, **named_options)
 
 
 def flash_attn_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
+    q: torch.Tensor, kv: torch.Tensor, *options: Any, **named_options: Any
 ) -> Output:
     """``flash_attn_func`` of q and ``kv.unbind(2)``, with the same options.
 
@@ -214,10 +190,7 @@ def flash_attn_kvpacked_func(
     kv : Tensor (batch, seqlen_k, 2, heads_k, head_dim)
     """
     k, v = _unbind(kv, "kv", 2, 2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, **options,
-    )  # fmt: skip
+    return flash_attn_func(q, k, v, *options, **named_options)
 
 
 def flash_attn_varlen_func(
@@ -280,15 +253,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int = 0,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
+    *options: Any,
+    **named_options: Any,
 ) -> Output:
     """``flash_attn_varlen_func`` of ``qkv.unbind(1)``, with the same options.
 
@@ -297,10 +263,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv : Tensor (total, 3, heads, head_dim)
     """
     q, k, v = _unbind(qkv, "qkv", 3, 1)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **options,
-    )  # fmt: skip
+    offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(q, k, v, *offsets, *options, **named_options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -310,15 +274,8 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **options: Any,
+    *options: Any,
+    **named_options: Any,
 ) -> Output:
     """``flash_attn_varlen_func`` of q and ``kv.unbind(1)``, with the same options.
 
@@ -328,7 +285,5 @@ def flash_attn_varlen_kvpacked_func(
     kv : Tensor (total_k, 2, heads_k, head_dim)
     """
     k, v = _unbind(kv, "kv", 2, 1)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **options,
-    )  # fmt: skip
+    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return flash_attn_varlen_func(q, k, v, *offsets, *options, **named_options)

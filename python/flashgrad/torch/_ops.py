@@ -17,6 +17,7 @@ import torch
 
 from .._call import Call, capsule_pointer, pack_options
 from .._library import BACKWARD, FORWARD, UNBOUNDED
+from ._plans import Plan, find
 
 _OPTIONS = (
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, "
@@ -26,6 +27,8 @@ _OPTIONS = (
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
 _NUM_LENGTHS = 6  # those of the options that are tensors
+# So many elements of a gradient are copied to make it compact, for the sake of a plan.
+_FEW_ELEMENTS = 4096
 
 _library = torch.library.Library("flashgrad", "DEF")
 _library.define(
@@ -79,18 +82,28 @@ def _run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ..
     call = Call()
     call.keep = capsules = [None if x is None else _to_dlpack(x) for x in tensors]
     call.pointers = [0 if c is None else capsule_pointer(c, b"dltensor") for c in capsules]
-    max_seqlen_q, max_seqlen_kv, left, right, top_left, scale, softcap, deterministic = options[
-        _NUM_LENGTHS:
-    ]
-    packed = pack_options(
+    num_bytes = call.prepare(which, _pack(*options[_NUM_LENGTHS:]))
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    call.launch(which, workspace.data_ptr(), num_bytes, stream)
+
+
+def _pack(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    left: int | None,
+    right: int | None,
+    top_left: bool,
+    scale: float | None,
+    softcap: float,
+    deterministic: bool,
+) -> bytes:
+    """fg_options of the options that are no tensors."""
+    return pack_options(
         UNBOUNDED if left is None else left, UNBOUNDED if right is None else right, top_left,
         _NAN if scale is None else scale, softcap, deterministic, 0, max_seqlen_q, max_seqlen_kv,
         None,
     )  # fmt: skip
-    num_bytes = call.prepare(which, packed)
-    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    call.launch(which, workspace.data_ptr(), num_bytes, stream)
 
 
 def _forward_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
@@ -182,38 +195,74 @@ def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 class _Forward(torch.autograd.Function):
-    """out and lse, both differentiable. ``direct``: the kernel is called without the dispatcher."""
+    """out and lse, both differentiable.
+
+    ``direct``: the kernel is called without the dispatcher, by way of ``plan`` if there is one.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, direct: bool, q: Any, k: Any, v: Any, sinks: Any, options: tuple[Any, ...]
+        ctx: Any,
+        direct: bool,
+        plan: Plan | None,
+        q: Any,
+        k: Any,
+        v: Any,
+        sinks: Any,
+        options: tuple[Any, ...],
     ) -> Any:
-        if direct:
+        if plan is not None:
+            out, lse = plan.forward(q, k, v)
+        elif direct:
             out, lse = _forward_kernel(q, k, v, sinks, *options)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = _forward_op(q, k, v, sinks, *options)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.options = options
-        ctx.direct = direct
+        ctx.direct, ctx.plan = direct, plan
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         if dout is None and dlse is None:
-            return None, None, None, None, None, None
-        needs = ctx.needs_input_grad[1:5]
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        options = (sinks, *ctx.options)
+            return (None,) * 7
+        needs = ctx.needs_input_grad[2:6]
+        q, k, v, out, lse, sinks = saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the operator's own rule will refuse
+            options = (sinks, *ctx.options)
             gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
         elif ctx.direct and _is_ordinary(dlse if dout is None else dout, dlse):
-            return None, *_gradients(dout, dlse, q, k, v, out, lse, options, needs), None
+            gradients = None
+            if ctx.plan is not None:
+                gradients = _planned_gradients(ctx.plan, dout, dlse, saved[:5], needs[:3])
+            if gradients is None:
+                options = (sinks, *ctx.options)
+                gradients = _gradients(dout, dlse, q, k, v, out, lse, options, needs)
+            return None, None, *gradients, None
         else:
+            options = (sinks, *ctx.options)
             with torch._C._AutoDispatchBelowAutograd():
                 gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
-        return None, *(g if need else None for g, need in zip(gradients, needs)), None
+        return None, None, *(g if need else None for g, need in zip(gradients, needs)), None
+
+
+def _planned_gradients(
+    plan: Plan, dout: Any, dlse: Any, saved: tuple[torch.Tensor, ...], needs: tuple[bool, ...]
+) -> list[torch.Tensor | None] | None:
+    """dq, dk, dv and no dsinks; None if a tensor is not compact."""
+    compact = []
+    for x in (dout, dlse):
+        if x is not None and not x.is_contiguous():
+            if x.numel() > _FEW_ELEMENTS:
+                return None
+            x = x.contiguous()
+        compact.append(x)
+    for x in saved:  # hooks on saved tensors may have replaced them
+        if not (x.is_contiguous() and x.is_cpu):
+            return None
+    return [*plan.backward(*compact, saved, needs), None]
 
 
 class _Backward(torch.autograd.Function):
@@ -241,7 +290,7 @@ def _records(tensors: tuple[Any, ...]) -> bool:
 
 def _forward_autograd(q: Any, k: Any, v: Any, sinks: Any, *options: Any) -> Any:
     if _records((q, k, v, sinks)):
-        return _Forward.apply(False, q, k, v, sinks, options)
+        return _Forward.apply(False, None, q, k, v, sinks, options)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(q, k, v, sinks, *options)
 
@@ -308,7 +357,16 @@ def attention(
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     if _is_ordinary(q, k, v, sinks):
+        plan = None
+        if sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None:
+            plan = find(q, k, v, options, _make_plan)
         if _records((q, k, v, sinks)):
-            return _Forward.apply(True, q, k, v, sinks, options)
+            return _Forward.apply(True, plan, q, k, v, sinks, options)
+        if plan is not None:
+            return plan.forward(q, k, v)
         return _forward_kernel(q, k, v, sinks, *options)
     return _forward_op(q, k, v, sinks, *options)
+
+
+def _make_plan(q: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> Plan:
+    return Plan(_empty_results(q, v), _pack(*options[_NUM_LENGTHS - 1 :]))

@@ -47,6 +47,12 @@ Status device_properties(int device, DeviceProperties* properties) {
                "L2 size");
 }
 
+std::string device_name(int device) {
+  cudaDeviceProp properties{};
+  return cudaGetDeviceProperties(&properties, device) == cudaSuccess ? properties.name
+                                                                     : "unknown device";
+}
+
 DeviceGuard::DeviceGuard(int device) {
   int current = -1;
   status_ = check(cudaGetDevice(&current), "current device");

@@ -24,6 +24,9 @@ int device_count(std::string* reason);
 
 Status device_properties(int device, DeviceProperties* properties);
 
+// "NVIDIA H200". Takes milliseconds.
+std::string device_name(int device);
+
 // Makes `device` current and restores the caller's on destruction.
 class DeviceGuard {
  public:

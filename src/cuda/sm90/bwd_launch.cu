@@ -11,6 +11,7 @@
 #include "cuda/sm90/bwd_kernels.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
+#include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
 namespace flashgrad::sm90 {
@@ -32,7 +33,8 @@ bool wants_cluster(const Problem& p) {
 constexpr int kMaxHeadDim = 256;
 
 // The number of the narrowest variant that serves the problem, with clusters only where they pay,
-// or -1: then bwd_wide does. Which ordered one depends on nothing that varies with the batch.
+// or -1: then bwd_wide_launch.hpp does. Which ordered one depends on nothing that varies with the
+// batch.
 int find_variant(const Problem& p, bool ordered) {
   const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
   int found = -1;
@@ -54,7 +56,7 @@ int find_variant(const Problem& p, bool ordered) {
 // Which kernels run.
 struct Plan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
-  bool separate_dq = false;  // by bwd_query: a wide head, or nothing but dq
+  bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
   int padded_head_dim = 0;
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
@@ -166,12 +168,6 @@ Status make_maps(const Problem& p, const Args& args, int kv_rows, BwdMaps* maps,
                   &maps->dout, mapped);
 }
 
-struct Scales {
-  float scale;
-  float log2;
-  float softcap;
-};
-
 Scales make_scales(const Problem& p) {
   constexpr double kLog2E = 1.4426950408889634;
   Scales scales{static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2E), 0};
@@ -187,9 +183,8 @@ Scales make_scales(const Problem& p) {
 
 Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
                 float* dq_accumulator, const DqOrder& order, const cuda::DeviceProperties& device) {
-  const bool wide = plan.variant < 0;
-  const int block_n = wide ? 64 : kBwdConfigs[plan.variant].block_n();
-  const int cluster = wide ? 1 : kBwdConfigs[plan.variant].cluster;
+  const int block_n = kBwdConfigs[plan.variant].block_n();
+  const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
   BwdParams params{};
   params.sequences = make_sequences(p, args);
@@ -229,8 +224,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.scale_softcap = scales.softcap;
   BwdMaps maps{};
   FG_RETURN_IF_ERROR(make_maps(p, args, block_n, &maps, &params.mapped));
-  return wide ? launch_bwd_wide(p.softcap > 0, p.dtype, maps, params, args.stream)
-              : launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
+  return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
 Status run_query(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
@@ -310,10 +304,19 @@ Status run(const Problem& p, const Args& args) {
   FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
                                   {.num_ctas = q_tiles, .num_threads = kPrepareThreads},
                                   args.stream, prepare));
-  if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
+  WidePlan wide;
+  if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
+    const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
+    const std::uintptr_t end =
+        reinterpret_cast<std::uintptr_t>(args.workspace) + args.workspace_bytes;
+    wide = make_wide_plan(p, device.num_multiprocessors,
+                          end > room ? static_cast<std::int64_t>(end - room) : 0);
+    FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
+                                   reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
+  } else if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
     FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, order, device));
   }
-  if (plan.separate_dq) {
+  if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
   }
   if (plan.accumulates_dq(p) && !plan.ordered()) {
@@ -353,8 +356,14 @@ Status supports_backward(const Problem& p) {
 }
 
 WorkspaceSize backward_workspace_size(const Problem& p) {
-  const std::size_t bytes = make_layout(p, make_plan(p)).bytes;
-  return {bytes, bytes};
+  const Plan plan = make_plan(p);
+  const std::size_t bytes = make_layout(p, plan).bytes;
+  cuda::DeviceProperties device;
+  if (plan.variant >= 0 || !cuda::device_properties(p.device_id, &device).ok()) {
+    return {bytes, bytes};
+  }
+  return {bytes,
+          bytes + static_cast<std::size_t>(preferred_wide_room(p, device.num_multiprocessors))};
 }
 
 Status launch_backward(const Problem& p, const Args& args) {

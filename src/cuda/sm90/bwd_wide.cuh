@@ -1,329 +1,382 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, dk and dv for head dims up to 256; dq comes from bwd_query.cuh. The equations are those
-// of bwd.cuh; one CTA holds 64 keys, and its warpgroups are specialised by product, since 64 keys
-// of dk and of dv fill the registers of one warpgroup each:
+// Backward, dk and dv for head dims above 128, and dS for bwd_wide_dq.cuh, which makes dq of it.
+// The equations are those of bwd.cuh; one CTA holds 64 keys, and its warpgroups are specialised by
+// product, since 64 keys of dk and of dv fill the registers of one warpgroup each:
 //   0  "P":  (1) S^T = K Q^T, (2) P^T, (5) dV += P^T dO
-//   1  "dS": (3) dP^T = V dO^T, (4) dS^T, (6) dK += dS^T Q
+//   1  "dS": (3) dP^T = V dO^T, (4) dS^T, (6) dK += dS^T Q, and dS^T to global memory
 //   2  the first warp issues the loads
 // P^T crosses from 0 to 1 as packed 16-bit through slots in shared memory, each thread reading what
-// the same thread of the other warpgroup wrote.
+// the same thread of the other warpgroup wrote; dS^T is written over it and copied from there by
+// the copy engine, as the swizzled image that the dq kernel wants back. (2) and (4) feed (5) and
+// (6) 16 queries at a time. The first 64 columns of K and V stay in registers, which frees shared
+// memory for a third stage of Q.
+//
+// A cluster of two CTAs, which hold neighbouring keys, shares the loads of Q and dO (multicast) and
+// nothing else: the bits do not depend on it.
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per):
 //   k_full, v_full   1; loader -> P, dS; once
-//   q_full, do_full  1; loader -> both; step, stage = step mod 2
-//   q_empty          8; P after (2), dS after (6) -> loader; step
-//   do_empty         8; dS after (4), P after (5) -> loader; step
+//   q_full, do_full  1; loader -> both; step and piece of 128 columns
+//   q_empty          8 (cluster: 16, of both CTAs); P after (1), dS after (6) -> loader; step; that
+//                    of the last stage once more, when the resident columns have been read
+//   do_empty         8 (16); dS after (3), P after (5) -> loader; step
 //   p_full           4; P -> dS; step, slot = step mod 2
-//   p_empty          4; dS -> P; step
+//   p_empty          4; dS, when the copy engine has read the slot -> P; step
 //   landing          1; loader -> loader, for tiles with rows to clear
-// Named barriers: 3, 4 the epilogue of P and dS.
+// Named barriers: 3, 4 the epilogue of P and dS, 5 both.
 #pragma once
 
-#include "cuda/sm90/bwd_load.cuh"
 #include "cuda/sm90/bwd_store.cuh"
+#include "cuda/sm90/bwd_wide_load.cuh"
 #include "cuda/tile/gemm.cuh"
 
 namespace flashgrad::sm90 {
 
-inline constexpr int kWideHeadDim = 256;
-inline constexpr int kWideKeys = 64;
-inline constexpr int kWideThreads = 384;
-inline constexpr int kWideRegisters = 232;
-inline constexpr int kWideLoaderRegisters = 40;
-
-// Shared memory of one CTA. With softcap a slot also holds the factors of (4).
-template <bool kSoftcap>
-struct WideShared {
-  static constexpr int kHeadDim = kWideHeadDim;
-  static constexpr int kBlockN = kWideKeys;
-  static constexpr int kCluster = 1;
-  static constexpr int kQStages = 2;
-  static constexpr int kDoStages = 2;
-  static constexpr int kTileBytes = 64 * kWideHeadDim * 2;
-  static constexpr int kPBytes = 128 * 64;
-  static constexpr int kSlotBytes = kPBytes * (kSoftcap ? 2 : 1);
-  static constexpr int kQOffset = 2 * kTileBytes;
-  static constexpr int kDoOffset = kQOffset + kQStages * kTileBytes;
-  static constexpr int kSlotOffset = kDoOffset + kDoStages * kTileBytes;
-  static constexpr int kLseOffset = kSlotOffset + 2 * kSlotBytes;
-  static constexpr int kDeltaOffset = kLseOffset + kQStages * kBlockM * 4;
-  static constexpr int kBarrierOffset = kDeltaOffset + kDoStages * kBlockM * 4;
-  static constexpr int kNumBarriers = 15;
-  static constexpr int kInfoOffset = kBarrierOffset + 8 * kNumBarriers;
-  static constexpr int kBytes = kInfoOffset + BwdConfig::kInfoBytes + tile::kTileAlignment;
-
-  std::uint32_t base;
-
-  __device__ std::uint32_t k() const { return base; }
-  __device__ std::uint32_t v() const { return base + kTileBytes; }
-  __device__ std::uint32_t q(int stage) const { return base + kQOffset + stage * kTileBytes; }
-  __device__ std::uint32_t dout(int stage) const { return base + kDoOffset + stage * kTileBytes; }
-  __device__ std::uint32_t lse(int stage) const { return base + kLseOffset + stage * kBlockM * 4; }
-  __device__ std::uint32_t delta(int stage) const {
-    return base + kDeltaOffset + stage * kBlockM * 4;
-  }
-  // 16-byte piece k of a thread's P (0 to 3) and factors (4 to 7).
-  __device__ std::uint32_t slot(int slot_index, int k, int thread) const {
-    return base + kSlotOffset + slot_index * kSlotBytes + (k * 128 + thread) * 16;
-  }
-  __device__ std::uint32_t barrier(int i) const { return base + kBarrierOffset + 8 * i; }
-  __device__ std::uint32_t k_full() const { return barrier(0); }
-  __device__ std::uint32_t v_full() const { return barrier(1); }
-  __device__ std::uint32_t kv_landing() const { return barrier(2); }
-  __device__ std::uint32_t q_landing() const { return barrier(2); }
-  __device__ std::uint32_t do_landing() const { return barrier(2); }
-  __device__ std::uint32_t q_full(int stage) const { return barrier(3 + stage); }
-  __device__ std::uint32_t q_empty(int stage) const { return barrier(5 + stage); }
-  __device__ std::uint32_t do_full(int stage) const { return barrier(7 + stage); }
-  __device__ std::uint32_t do_empty(int stage) const { return barrier(9 + stage); }
-  __device__ std::uint32_t p_full(int i) const { return barrier(11 + i); }
-  __device__ std::uint32_t p_empty(int i) const { return barrier(13 + i); }
-
-  __device__ void init_barriers() const {
-    for (int i = 0; i < 3; ++i) {
-      ptx::mbarrier_init(barrier(i), 1);
+// One arrival a warp, in this CTA or in both. All lanes have done with what is released.
+template <int kCluster>
+__device__ __forceinline__ void wide_release(std::uint32_t barrier, int lane) {
+  if constexpr (kCluster == 2) {
+    if (lane < 2) {
+      ptx::mbarrier_arrive_cluster(barrier, static_cast<std::uint32_t>(lane));
     }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(q_full(i), 1);
-      ptx::mbarrier_init(q_empty(i), 8);
-      ptx::mbarrier_init(do_full(i), 1);
-      ptx::mbarrier_init(do_empty(i), 8);
-      ptx::mbarrier_init(p_full(i), 4);
-      ptx::mbarrier_init(p_empty(i), 4);
-    }
-    ptx::fence_mbarrier_init();
+  } else if (lane == 0) {
+    ptx::mbarrier_arrive(barrier);
   }
-};
+}
 
-template <bool kSoftcap, class T>
-__device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& tile,
-                                            const WideShared<kSoftcap>& shared, int thread) {
+// The resident columns of K or V as A fragments: 16 columns in each four registers.
+template <class Shared>
+__device__ __forceinline__ void load_resident(std::uint32_t (&a)[16], std::uint32_t box,
+                                              const Shared& shared, int warp, int lane) {
   using Tile = tile::SwizzledTile<64>;
-  constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
-  constexpr std::uint64_t kStage = WideShared<kSoftcap>::kTileBytes / 16;
-  const int lane = thread % 32;
-  const int warp = thread / 32;
-  const auto arrive = [&](std::uint32_t barrier) {
-    if (lane == 0) {
-      ptx::mbarrier_arrive(barrier);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const auto at =
+        static_cast<std::uint32_t>(Tile::offset(warp * 16 + lane % 16, 16 * k + lane / 16 * 8));
+    ptx::load_matrix(box + at, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]);
+  }
+  ptx::fence_proxy_async();
+  __syncwarp();
+  wide_release<Shared::kCluster>(shared.q_empty(Shared::kQStages - 1), lane);
+}
+
+// D (64 x 64) = A B^T over pieces of 128 columns, each awaited by wait(piece): A's first 64 columns
+// from registers, the others in shared memory like B.
+template <int kColumns, class T, class Wait>
+__device__ __forceinline__ void gemm_resident(float (&d)[32], const std::uint32_t (&resident)[16],
+                                              std::uint64_t desc_a, std::uint64_t desc_b,
+                                              Wait&& wait) {
+  using Tile = tile::SwizzledTile<64>;
+#pragma unroll
+  for (int k = 0; k < kColumns / 16; ++k) {
+    if (k % 8 == 0) {
+      wait(k / 8);
+      ptx::wgmma_fence();
     }
-  };
-  float dv[kWideHeadDim / 2];
+    const std::uint64_t b = desc_b + Tile::k_major_step(k);
+    if (k == 0) {
+      ptx::wgmma_rs<64, T, false, 0>(d, resident, b);
+    } else if (k < kResidentColumns / 16) {
+      ptx::wgmma_rs<64, T, true, 0>(d, resident + 4 * k, b);
+    } else {
+      ptx::wgmma_ss<64, T, true, 0, 0>(d, desc_a + Tile::k_major_step(k - kResidentColumns / 16),
+                                       b);
+    }
+  }
+}
+
+template <class Shared, bool kSoftcap, class T>
+__device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& tile,
+                                            const Shared& shared, int thread) {
+  using Tile = tile::SwizzledTile<64>;
+  constexpr int kDv = Shared::kHeadDimV;
+  constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
+  const int lane = thread % 32;
+  const int warp = __shfl_sync(0xffffffffU, thread / 32, 0);
+  float dv[kDv / 2];
 #pragma unroll
   for (float& x : dv) {
     x = 0;
   }
+  std::uint32_t resident[16];
+  ptx::mbarrier_wait(shared.k_full(), 0);
+  load_resident(resident, shared.resident_k(), shared, warp, lane);
   const std::uint64_t desc_k = Tile::k_major_descriptor(shared.k());
   const std::uint64_t desc_q = Tile::k_major_descriptor(shared.q(0));
   const std::uint64_t desc_do = Tile::mn_major_descriptor(shared.dout(0));
   const int full_begin = tile.full_begin[0] - tile.m_begin;
   const int full_count = max(tile.full_end[0] - tile.full_begin[0], 0);
   const int blocks = tile.m_end - tile.m_begin;
+  const int num_steps = tile.num_steps;
   int left = blocks - 1;
-  Ring<2> ring;
-  ptx::mbarrier_wait(shared.k_full(), 0);
+  Ring<Shared::kQStages> q_ring;
+  Ring<Shared::kDoStages> do_ring;
+  int previous_do = 0;
   int step = 0;
 #pragma unroll 1
   do {
-    const int stage = ring.stage();
-    const std::uint64_t stage_offset = static_cast<std::uint64_t>(stage) * kStage;
+    // (1)
+    const int q_stage = q_ring.stage();
     float s[32];
-    ptx::mbarrier_wait(shared.q_full(stage), ring.parity());
-    ptx::wgmma_fence();
-    tile::gemm_k_major<64, kWideHeadDim, T, tile::Start::kZero, Tile, Tile>(s, desc_k,
-                                                                            desc_q + stage_offset);
+    gemm_resident<Shared::kHeadDim, T>(
+        s, resident, desc_k, desc_q + static_cast<std::uint64_t>(q_stage) * (Shared::kQBytes / 16),
+        [&](int piece) { ptx::mbarrier_wait(shared.q_full(q_stage, piece), q_ring.parity()); });
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     if (step > 0) {
-      arrive(shared.do_empty(stage ^ 1));  // (5) of the step before
+      wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);  // (5) of the step before
     }
     ptx::wgmma_wait<0>();
     ptx::pin(s);
+    wide_release<Shared::kCluster>(shared.q_empty(q_stage), lane);
 #pragma unroll 1
     for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
          r > 0; --r) {
       mask_s(s, tile, warp * 16 + lane / 4, (left + tile.m_begin) * kBlockM + lane % 4 * 2,
              hidden_logit<kSoftcap>(p.scale_log2));
     }
-    ptx::mbarrier_wait(shared.p_empty(stage), ring.parity() ^ 1U);
-    std::uint32_t rp[16];
-    std::uint32_t factor[4];
+    const int slot = step % 2;
+    const int do_stage = do_ring.stage();
+    ptx::mbarrier_wait(shared.p_empty(slot), (static_cast<std::uint32_t>(step / 2) & 1U) ^ 1U);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const float2 row = ptx::load_shared_float2(
-          shared.lse(stage) + static_cast<std::uint32_t>(lane % 4 * 8 + i / 2 * 32));
-      float factor0;
-      float factor1;
-      const float p0 =
-          exponentiate<kSoftcap>(s[2 * i], row.x, p.scale_log2, p.scale_softcap, &factor0);
-      const float p1 =
-          exponentiate<kSoftcap>(s[2 * i + 1], row.y, p.scale_log2, p.scale_softcap, &factor1);
-      // Rounding may lift huge logits above their lse.
-      rp[i] = ptx::min_packed<T>(ptx::pack<T>(p0, p1), kOnes);
-      if constexpr (kSoftcap) {
-        factor[i % 4] = ptx::pack<T>(factor0, factor1);
-      }
-      if (i % 4 == 3) {
-        ptx::store_shared(shared.slot(stage, i / 4, thread), rp[i - 3], rp[i - 2], rp[i - 1],
-                          rp[i]);
+    for (int piece = 0; piece < Shared::kDoPieces; ++piece) {
+      ptx::mbarrier_wait(shared.do_full(do_stage, piece), do_ring.parity());
+    }
+    // (2) and (5), 16 queries at a time
+    const std::uint32_t lse = shared.lse(step) + static_cast<std::uint32_t>(lane % 4 * 8);
+    const std::uint64_t desc_b =
+        desc_do + static_cast<std::uint64_t>(do_stage) * (Shared::kDoBytes / 16);
+    std::uint32_t rp[16];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      std::uint32_t factor[4];
+#pragma unroll
+      for (int i = 4 * k; i < 4 * k + 4; ++i) {
+        const float2 row = ptx::load_shared_float2(lse + i / 2 * 32);
+        float factor0;
+        float factor1;
+        const float p0 =
+            exponentiate<kSoftcap>(s[2 * i], row.x, p.scale_log2, p.scale_softcap, &factor0);
+        const float p1 =
+            exponentiate<kSoftcap>(s[2 * i + 1], row.y, p.scale_log2, p.scale_softcap, &factor1);
+        // Rounding may lift huge logits above their lse.
+        rp[i] = ptx::min_packed<T>(ptx::pack<T>(p0, p1), kOnes);
         if constexpr (kSoftcap) {
-          ptx::store_shared(shared.slot(stage, 4 + i / 4, thread), factor[0], factor[1], factor[2],
-                            factor[3]);
+          factor[i % 4] = ptx::pack<T>(factor0, factor1);
         }
       }
+      ptx::store_shared(shared.handover(slot, k, thread), rp[4 * k], rp[4 * k + 1], rp[4 * k + 2],
+                        rp[4 * k + 3]);
+      if constexpr (kSoftcap) {
+        ptx::store_shared(shared.handover(slot, 4 + k, thread), factor[0], factor[1], factor[2],
+                          factor[3]);
+      }
+      ptx::wgmma_fence();
+      ptx::wgmma_rs<kDv, T, true, 1>(dv, rp + 4 * k, desc_b + Tile::mn_major_step(k));
     }
     __syncwarp();
-    arrive(shared.p_full(stage));
-    arrive(shared.q_empty(stage));
-    ptx::mbarrier_wait(shared.do_full(stage), ring.parity());
-    ptx::wgmma_fence();
-    tile::gemm_registers<kWideHeadDim, kBlockM, T, Tile>(dv, rp, desc_do + stage_offset);
+    if (lane == 0) {
+      ptx::mbarrier_arrive(shared.p_full(slot));
+    }
     ptx::wgmma_commit();
-    ring.advance();
+    previous_do = do_stage;
+    q_ring.advance();
+    do_ring.advance();
     if (--left < 0) {
       left = blocks - 1;
     }
-  } while (++step < tile.num_steps);
+  } while (++step < num_steps);
   ptx::wgmma_wait<0>();
   ptx::pin(dv);
-  if (p.dv) {  // through K's memory, which no one else reads
-    store_rows<kWideHeadDim, 64, T>(dv, 1.0F, gradient_rows(p.dv, tile, 0, p.head_dim_v),
-                                    shared.k(), 0, 3, thread);
+  ptx::named_barrier_sync<256>(5);
+  if (p.dv) {  // through the stages of dO, which no one reads any more
+    store_rows<kDv, 64, T>(dv, 1.0F, gradient_rows(p.dv, tile, 0, p.head_dim_v), shared.dout(0), 0,
+                           3, thread);
   }
 }
 
-template <bool kSoftcap, class T>
-__device__ __forceinline__ void wide_ds_role(const BwdParams& p, const KeyTile& tile,
-                                             const WideShared<kSoftcap>& shared, int thread) {
+template <class Shared, bool kSoftcap, class T>
+__device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile& wide_tile,
+                                             std::uint8_t* ds, const Shared& shared, int thread) {
   using Tile = tile::SwizzledTile<64>;
-  constexpr std::uint64_t kStage = WideShared<kSoftcap>::kTileBytes / 16;
+  constexpr int kD = Shared::kHeadDim;
+  const KeyTile& tile = wide_tile.keys;
   const int lane = thread % 32;
-  const auto arrive = [&](std::uint32_t barrier) {
-    if (lane == 0) {
-      ptx::mbarrier_arrive(barrier);
-    }
-  };
-  float dk[kWideHeadDim / 2];
+  const int warp = __shfl_sync(0xffffffffU, thread / 32, 0);
+  float dk[kD / 2];
 #pragma unroll
   for (float& x : dk) {
     x = 0;
   }
+  std::uint32_t resident[16];
+  ptx::mbarrier_wait(shared.v_full(), 0);
+  load_resident(resident, shared.resident_v(), shared, warp, lane);
   const std::uint64_t desc_v = Tile::k_major_descriptor(shared.v());
   const std::uint64_t desc_do = Tile::k_major_descriptor(shared.dout(0));
   const std::uint64_t desc_q = Tile::mn_major_descriptor(shared.q(0));
-  Ring<2> ring;
-  ptx::mbarrier_wait(shared.v_full(), 0);
+  const auto ds_row =
+      static_cast<std::uint32_t>(Tile::offset(warp * 16 + lane % 16, lane / 16 * 8));
+  const int blocks = tile.m_end - tile.m_begin;
+  const int num_steps = tile.num_steps;
+  int image = wide_tile.image;
+  const int to_block_below = wide_tile.to_block_below;
+  const int to_next_head = wide_tile.to_next_head;
+  int left = blocks - 1;
+  Ring<Shared::kQStages> q_ring;
+  Ring<Shared::kDoStages> do_ring;
+  int previous_q = 0;
   int step = 0;
 #pragma unroll 1
   do {
-    const int stage = ring.stage();
-    const std::uint64_t stage_offset = static_cast<std::uint64_t>(stage) * kStage;
+    // (3)
+    const int do_stage = do_ring.stage();
     float dp[32];
-    ptx::mbarrier_wait(shared.do_full(stage), ring.parity());
-    ptx::wgmma_fence();
-    tile::gemm_k_major<64, kWideHeadDim, T, tile::Start::kZero, Tile, Tile>(dp, desc_v,
-                                                                            desc_do + stage_offset);
+    gemm_resident<Shared::kHeadDimV, T>(
+        dp, resident, desc_v,
+        desc_do + static_cast<std::uint64_t>(do_stage) * (Shared::kDoBytes / 16),
+        [&](int piece) { ptx::mbarrier_wait(shared.do_full(do_stage, piece), do_ring.parity()); });
     ptx::wgmma_commit();
+    const int slot = step % 2;
+    if (step > 0 && lane == 0) {
+      ptx::bulk_wait_read<0>();
+      ptx::mbarrier_arrive(shared.p_empty(slot ^ 1));
+    }
     ptx::wgmma_wait<1>();
     if (step > 0) {
-      arrive(shared.q_empty(stage ^ 1));  // (6) of the step before
+      wide_release<Shared::kCluster>(shared.q_empty(previous_q), lane);  // (6) of the step before
     }
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    ptx::mbarrier_wait(shared.p_full(stage), ring.parity());
-    std::uint32_t rds[16];
+    wide_release<Shared::kCluster>(shared.do_empty(do_stage), lane);
+    const int q_stage = q_ring.stage();
+#pragma unroll
+    for (int piece = 0; piece < Shared::kQPieces; ++piece) {
+      ptx::mbarrier_wait(shared.q_full(q_stage, piece), q_ring.parity());
+    }
+    ptx::mbarrier_wait(shared.p_full(slot), static_cast<std::uint32_t>(step / 2) & 1U);
+    std::uint32_t rds[16];  // P, then dS
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint4 packed = ptx::load_shared_uint4(shared.slot(stage, k, thread));
-      const std::uint32_t rp[4] = {packed.x, packed.y, packed.z, packed.w};
-      std::uint32_t factors[4] = {};
+      const uint4 packed = ptx::load_shared_uint4(shared.handover(slot, k, thread));
+      rds[4 * k] = packed.x;
+      rds[4 * k + 1] = packed.y;
+      rds[4 * k + 2] = packed.z;
+      rds[4 * k + 3] = packed.w;
+    }
+    ptx::pin(rds);
+    __syncwarp();  // other lanes' P is overwritten from here on
+    // (4) and (6), 16 queries at a time
+    const std::uint32_t delta = shared.delta(step) + static_cast<std::uint32_t>(lane % 4 * 8);
+    const std::uint64_t desc_b =
+        desc_q + static_cast<std::uint64_t>(q_stage) * (Shared::kQBytes / 16);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint4 factors;
       if constexpr (kSoftcap) {
-        const uint4 f = ptx::load_shared_uint4(shared.slot(stage, 4 + k, thread));
-        factors[0] = f.x;
-        factors[1] = f.y;
-        factors[2] = f.z;
-        factors[3] = f.w;
+        factors = ptx::load_shared_uint4(shared.handover(slot, 4 + k, thread));
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 4 * k + i;
-        const float2 row = ptx::load_shared_float2(
-            shared.delta(stage) + static_cast<std::uint32_t>(lane % 4 * 8 + at / 2 * 32));
-        const float2 p01 = ptx::unpack<T>(rp[i]);
-        float ds0 = p01.x * (dp[2 * at] + row.x);
-        float ds1 = p01.y * (dp[2 * at + 1] + row.y);
+      for (int i = 4 * k; i < 4 * k + 4; ++i) {
+        const float2 row = ptx::load_shared_float2(delta + i / 2 * 32);
+        const float2 p01 = ptx::unpack<T>(rds[i]);
+        float ds0 = p01.x * (dp[2 * i] + row.x);
+        float ds1 = p01.y * (dp[2 * i + 1] + row.y);
         if constexpr (kSoftcap) {
-          const float2 f = ptx::unpack<T>(factors[i]);
+          const float2 f = ptx::unpack<T>(i % 4 == 0   ? factors.x
+                                          : i % 4 == 1 ? factors.y
+                                          : i % 4 == 2 ? factors.z
+                                                       : factors.w);
           ds0 *= f.x;
           ds1 *= f.y;
         }
-        rds[at] = ptx::pack<T>(ds0, ds1);
+        rds[i] = ptx::pack<T>(ds0, ds1);
       }
+      ptx::store_matrix((shared.slot(slot) + ds_row) ^ static_cast<std::uint32_t>(k * 32),
+                        rds[4 * k], rds[4 * k + 1], rds[4 * k + 2], rds[4 * k + 3]);
+      ptx::wgmma_fence();
+      ptx::wgmma_rs<kD, T, true, 1>(dk, rds + 4 * k, desc_b + Tile::mn_major_step(k));
     }
-    __syncwarp();
-    arrive(shared.p_empty(stage));
-    arrive(shared.do_empty(stage));
-    ptx::mbarrier_wait(shared.q_full(stage), ring.parity());
-    ptx::wgmma_fence();
-    tile::gemm_registers<kWideHeadDim, kBlockM, T, Tile>(dk, rds, desc_q + stage_offset);
     ptx::wgmma_commit();
-    ring.advance();
-  } while (++step < tile.num_steps);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0 && ds != nullptr) {
+      const auto rows = static_cast<std::uint32_t>(warp) * (kDsImageBytes / 4);
+      ptx::bulk_store(ds + static_cast<std::int64_t>(image) * kDsImageBytes + rows,
+                      shared.slot(slot) + rows, kDsImageBytes / 4);
+      ptx::bulk_commit();
+    }
+    image += left > 0 ? to_block_below : to_next_head;
+    previous_q = q_stage;
+    q_ring.advance();
+    do_ring.advance();
+    if (--left < 0) {
+      left = blocks - 1;
+    }
+  } while (++step < num_steps);
   ptx::wgmma_wait<0>();
   ptx::pin(dk);
-  if (p.dk) {  // through V's memory, which no one else reads
-    store_rows<kWideHeadDim, 64, T>(dk, p.scale, gradient_rows(p.dk, tile, 0, p.head_dim),
-                                    shared.v(), 0, 4, thread);
+  if (lane == 0) {
+    ptx::bulk_wait_read<0>();
+  }
+  __syncwarp();
+  ptx::named_barrier_sync<256>(5);
+  if (p.dk) {  // through the first stages of Q, which no one reads any more
+    store_rows<kD, 64, T>(dk, p.scale, gradient_rows(p.dk, tile, 0, p.head_dim), shared.q(0), 0, 4,
+                          thread);
   }
 }
 
-template <bool kSoftcap, class T>
+template <int kD, int kDv, int kCluster, bool kSoftcap, class T>
 __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constant__ BwdMaps maps,
-                                                            const __grid_constant__ BwdParams p) {
-  using Shared = WideShared<kSoftcap>;
-  static_assert(Shared::kBytes <= 227 * 1024, "tiles and slots must fit an SM");
-  extern __shared__ std::uint8_t dynamic_shared[];
-  const std::uint32_t start = ptx::shared_address(dynamic_shared);
-  const std::uint32_t base =
-      (start + tile::kTileAlignment - 1) / tile::kTileAlignment * tile::kTileAlignment;
-  const Shared shared{base};
-  KeyTile& tile =
-      *reinterpret_cast<KeyTile*>(dynamic_shared + (base - start) + Shared::kInfoOffset);
+                                                            const __grid_constant__ BwdParams p,
+                                                            const __grid_constant__ WidePass pass) {
+  using Shared = WideShared<kD, kDv, kCluster, kSoftcap>;
+  // No byte is left to align the tiles by hand.
+  extern __shared__ __align__(tile::kTileAlignment) std::uint8_t wide_shared[];
+  const Shared shared{ptx::shared_address(wide_shared)};
+  WideTile& tile = *reinterpret_cast<WideTile*>(wide_shared + Shared::kInfoOffset);
   const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
   if (threadIdx.x == 0) {
     shared.init_barriers();
   } else if (threadIdx.x == 128) {
-    tile = key_tile<kWideKeys, 1>(p, blockIdx.x);
+    tile = wide_tile<kCluster>(p, pass, blockIdx.x);
   }
   __syncthreads();
+  if constexpr (kCluster == 2) {
+    ptx::cluster_sync();
+  }
   ptx::grid_dependency_wait();
-  if (tile.num_steps == 0) {
-    if (p.dk) {
-      store_zeros(p.dk, tile, static_cast<int>(p.head_dim));
-    }
-    if (p.dv) {
-      store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v));
+  ptx::grid_dependency_launch();
+  if (tile.keys.num_steps <= 0) {  // in both CTAs of a cluster
+    if (tile.keys.num_steps == 0) {
+      if (p.dk) {
+        store_zeros(p.dk, tile.keys, static_cast<int>(p.head_dim));
+      }
+      if (p.dv) {
+        store_zeros(p.dv, tile.keys, static_cast<int>(p.head_dim_v));
+      }
     }
     return;
   }
   if (warpgroup == 2) {
     ptx::registers_decrease<kWideLoaderRegisters>();
     if (__shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0) == 8) {
-      const KeyTile local = tile;
-      Loader<Shared> loader(p, maps, local, tile.landing_parity, shared, 0,
-                            ptx::thread_index() % 32);
-      loader.load_k();
-#pragma unroll 1
-      for (int step = 0; step < local.num_steps; ++step) {
-        loader.load_step(step);
-      }
+      const KeyTile local = tile.keys;
+      WideLoader<Shared> loader(p, maps, local, shared,
+                                kCluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0,
+                                ptx::thread_index() % 32);
+      loader.run();
     }
   } else if (warpgroup == 0) {
     ptx::registers_increase<kWideRegisters>();
-    wide_p_role<kSoftcap, T>(p, tile, shared, ptx::thread_index() % 128);
+    wide_p_role<Shared, kSoftcap, T>(p, tile.keys, shared, ptx::thread_index() % 128);
   } else {
     ptx::registers_increase<kWideRegisters>();
-    wide_ds_role<kSoftcap, T>(p, tile, shared, ptx::thread_index() % 128);
+    wide_ds_role<Shared, kSoftcap, T>(p, tile, pass.ds, shared, ptx::thread_index() % 128);
+  }
+  if constexpr (kCluster == 2) {
+    __syncwarp();
+    ptx::cluster_sync();  // neither CTA's memory goes while the other may still signal
   }
 }
 

@@ -47,6 +47,13 @@ struct BwdPrepareParams {
   std::int64_t head_dim;
 };
 
+// Of logits, as the kernels use them.
+struct Scales {
+  float scale;
+  float log2;     // scale * log2(e); with softcap: softcap * log2(e)
+  float softcap;  // scale / softcap
+};
+
 struct BwdParams {
   Sequences sequences;
   std::int64_t heads_kv;

@@ -10,21 +10,30 @@
 namespace flashgrad {
 namespace {
 
+std::string compute_capability(const cuda::DeviceProperties& properties) {
+  return std::to_string(properties.compute_capability / 10) + "." +
+         std::to_string(properties.compute_capability % 10);
+}
+
+// "cuda:0: NVIDIA H200, 132 multiprocessors", one for each device that serves, or why none does.
 std::string describe_machine() {
   std::string reason;
   const int count = cuda::device_count(&reason);
-  if (count == 0) {
-    return reason;
-  }
   std::string hopper;
+  std::string others;
   for (int i = 0; i < count; ++i) {
     cuda::DeviceProperties properties;
-    if (cuda::device_properties(i, &properties).ok() && properties.compute_capability == 90) {
-      hopper += (hopper.empty() ? "device " : ", ") + std::to_string(i);
+    if (!cuda::device_properties(i, &properties).ok()) {
+      continue;
     }
+    const bool serves = properties.compute_capability == 90;
+    std::string& text = serves ? hopper : others;
+    text += (text.empty() ? "cuda:" : "; cuda:") + std::to_string(i) + ": " + cuda::device_name(i) +
+            ", " +
+            (serves ? std::to_string(properties.num_multiprocessors) + " multiprocessors"
+                    : "compute capability " + compute_capability(properties) + ", want 9.0");
   }
-  return hopper.empty() ? "no device of compute capability 9.0"
-                        : hopper + ", compute capability 9.0";
+  return count == 0 ? reason : hopper.empty() ? others : hopper;
 }
 
 const char* detail() {
@@ -48,14 +57,14 @@ Status supports(const Problem& p, Pass pass) {
     return unsupported("the tensors are not on a CUDA device");
   }
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
-    return unsupported(std::string("dtype ") + name(p.dtype) + " on a GPU, want bf16 or f16");
+    return unsupported(std::string("dtype ") + name(p.dtype) +
+                       " on cuda:" + std::to_string(p.device_id) + ", want bf16 or f16");
   }
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
   if (device.compute_capability != 90) {
-    return unsupported("device " + std::to_string(p.device_id) + " has compute capability " +
-                       std::to_string(device.compute_capability / 10) + "." +
-                       std::to_string(device.compute_capability % 10) + ", want 9.0");
+    return unsupported("cuda:" + std::to_string(p.device_id) + " has compute capability " +
+                       compute_capability(device) + ", want 9.0");
   }
   constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;
   if (p.seqlen_q >= kMaxRows || p.seqlen_kv >= kMaxRows) {

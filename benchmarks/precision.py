@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention's number formats cost: training and gradients with one of them lowered at a time.
+
+    python benchmarks/precision.py --json result.json --png result.png
+
+The variants are switches of a study implementation in PyTorch, in this file; the library has none
+of them. It follows docs/semantics.md: bf16 tensors, f32 statistics and accumulators.
+
+    designed        as the library rounds: lse in f32, sums in f32
+    lse_f16         lse rounded to f16 between the passes
+    max_sum_f16     each row's maximum and sum rounded to f16 instead of lse in f32
+    accumulate_f16  dq, dk and dv summed in f16, a block of 64 at a time
+    standard        softmax and its gradient on bf16 matrices of seqlen x seqlen, by autograd
+    library         flashgrad itself: the control, since it differs from `designed` in the order
+                    of its sums only
+
+That p recomputed twice gives the same bits is checked with the library, in two backward calls that
+are timed against one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "python"))
+
+import gpt  # noqa: E402
+import train_gpt  # noqa: E402
+
+BLOCK = 64  # rows or keys between two roundings of an f16 accumulator
+# Keeps the gradients of a mean over many bytes inside f16's range; bf16 does not notice it.
+LOSS_SCALE = 2.0**14
+VARIANTS = ("designed", "lse_f16", "max_sum_f16", "accumulate_f16", "standard", "library")
+
+
+def _round(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To the dtype's values, as f32."""
+    return x.to(dtype).float()
+
+
+def _accumulate(terms: list[torch.Tensor], in_f16: bool) -> torch.Tensor:
+    total = torch.zeros_like(terms[0])
+    for term in terms:
+        total = _round(total + term, torch.float16) if in_f16 else total + term
+    return total
+
+
+class StudyAttention(torch.autograd.Function):
+    """Causal attention on (batch, heads, seqlen, head_dim), with one format lowered."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, variant):
+        s = _logits(q.float(), k.float())
+        largest = s.amax(-1, keepdim=True)
+        p = (s - largest).exp()
+        total = p.sum(-1, keepdim=True)
+        out = (_round(p, q.dtype) @ v.float() / total).to(q.dtype)
+        if variant == "max_sum_f16":
+            lse = _round(largest, torch.float16) + _round(total, torch.float16).log()
+        else:
+            lse = largest + total.log()
+            if variant == "lse_f16":
+                lse = _round(lse, torch.float16)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.variant = variant
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        dtype = q.dtype
+        q, k, v, out, dout = (x.float() for x in (q, k, v, out, dout))
+        p = (_logits(q, k) - lse).exp()
+        delta = (dout * out).sum(-1, keepdim=True)
+        ds = _round(p * (dout @ v.transpose(2, 3) - delta), dtype) * q.shape[-1] ** -0.5
+        p = _round(p, dtype)
+        blocks = [slice(i, i + BLOCK) for i in range(0, q.shape[2], BLOCK)]
+        in_f16 = ctx.variant == "accumulate_f16"
+        dq = _accumulate([ds[..., b] @ k[:, :, b] for b in blocks], in_f16)
+        dk = _accumulate([ds[:, :, b].transpose(2, 3) @ q[:, :, b] for b in blocks], in_f16)
+        dv = _accumulate([p[:, :, b].transpose(2, 3) @ dout[:, :, b] for b in blocks], in_f16)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None
+
+
+def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    s = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    visible = torch.ones(s.shape[-2:], dtype=torch.bool).tril()
+    return s.masked_fill(~visible, -torch.inf)
+
+
+def attention(variant: str) -> gpt.Attention:
+    """Causal attention of a variant on (batch, seqlen, heads, head_dim)."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if variant == "library":
+            return gpt.flashgrad_attention(q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if variant == "standard":
+            return (_logits(q, k).softmax(-1) @ v).transpose(1, 2)
+        return StudyAttention.apply(q, k, v, variant).transpose(1, 2)
+
+    return attend
+
+
+def gradient_errors(seqlens: list[int], seeds: int, logit_scale: float) -> list[dict]:
+    """Relative errors, in the Frobenius norm, of each variant's gradients against float64.
+
+    q is standard normal times ``logit_scale``, so that the logits have that standard deviation.
+    """
+    rows = []
+    for seqlen in seqlens:
+        for seed in range(seeds):
+            generator = torch.Generator().manual_seed(seed)
+            q, k, v, dout = (
+                torch.randn(1, seqlen, 2, 64, generator=generator) for _ in range(4)
+            )
+            inputs = [x.bfloat16() for x in (q * logit_scale, k, v)]
+            dout = dout.bfloat16()
+            exact = _gradients("library", [x.double() for x in inputs], dout.double())
+            for variant in VARIANTS:
+                got = _gradients(variant, inputs, dout)
+                errors = {
+                    name: ((x - o).norm() / o.norm()).item()
+                    for name, x, o in zip(("dq", "dk", "dv"), got, exact)
+                }
+                rows.append(
+                    {"seqlen": seqlen, "seed": seed, "logit_scale": logit_scale,
+                     "variant": variant, **errors}
+                )  # fmt: skip
+    return rows
+
+
+def _gradients(
+    variant: str, inputs: list[torch.Tensor], dout: torch.Tensor
+) -> list[torch.Tensor]:
+    inputs = [x.requires_grad_() for x in inputs]
+    gradients = torch.autograd.grad(attention(variant)(*inputs), inputs, dout)
+    for x in inputs:
+        x.requires_grad_(False)
+    return [x.double() for x in gradients]
+
+
+def recomputed_twice(seqlen: int, rounds: int) -> dict:
+    """One backward call against two that recompute p each: dq in one, dk and dv in the other."""
+    q, k, v, dout = (torch.randn(1, seqlen, 4, 64).bfloat16() for _ in range(4))
+    import flashgrad
+
+    out, lse = flashgrad.forward(q, k, v, causal=True)
+
+    def once():
+        return flashgrad.backward(dout, q, k, v, out, lse, causal=True)
+
+    def twice():
+        dq = flashgrad.backward(dout, q, k, v, out, lse, causal=True, dk=False, dv=False)[0]
+        return dq, *flashgrad.backward(dout, q, k, v, out, lse, causal=True, dq=False)[1:]
+
+    same = all(torch.equal(x, y) for x, y in zip(once(), twice()))
+    ratios = []
+    for _ in range(rounds):
+        seconds = []
+        for function in (once, twice):
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+        ratios.append(seconds[1] / seconds[0])
+    return {"seqlen": seqlen, "same_bits": same, "time_ratio": statistics.median(ratios)}
+
+
+def train(seed: int, arguments: argparse.Namespace, text: torch.Tensor) -> list[dict]:
+    """The losses of each variant from the same weights over the same batches."""
+    records = []
+    for variant in tqdm(VARIANTS, desc=f"seed {seed}", unit="variant"):
+        torch.manual_seed(seed)
+        batches = torch.Generator().manual_seed(seed)
+        model = gpt.GPT(attention(variant), arguments.seqlen)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(arguments.steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(*gpt.sample(text, arguments.batch, arguments.seqlen, batches))
+            optimizer.zero_grad()
+            (loss * LOSS_SCALE).backward()
+            for parameter in model.parameters():
+                parameter.grad /= LOSS_SCALE
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        records.append({"seed": seed, "variant": variant, "losses": losses})
+    return records
+
+
+def differences(records: list[dict]) -> dict[str, list[float]]:
+    """For each variant and seed, the last ten losses' mean less that of `designed`."""
+    last = {(r["seed"], r["variant"]): statistics.mean(r["losses"][-10:]) for r in records}
+    return {
+        variant: [last[s, variant] - x for (s, name), x in last.items() if name == "designed"]
+        for variant in VARIANTS
+        if variant != "designed"
+    }
+
+
+def plot(result: dict, path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5))
+    colors = dict(zip(VARIANTS, plt.rcParams["axes.prop_cycle"].by_key()["color"]))
+    base = {r["seed"]: r["losses"] for r in result["training"] if r["variant"] == "designed"}
+    for record in result["training"]:
+        variant = record["variant"]
+        if variant != "designed":
+            curve = [x - y for x, y in zip(record["losses"], base[record["seed"]])]
+            label = variant if record["seed"] == 0 else None
+            left.plot(curve, color=colors[variant], linewidth=0.8, label=label)
+    left.set_xlabel("step")
+    left.set_ylabel("loss - loss of designed, same seed")
+    left.legend()
+    scale = max(row["logit_scale"] for row in result["gradients"])
+    for variant in VARIANTS:
+        errors: dict[int, list[float]] = {}
+        for row in result["gradients"]:
+            if row["variant"] == variant and row["logit_scale"] == scale:
+                errors.setdefault(row["seqlen"], []).append(row["dq"])
+        means = [statistics.mean(x) for x in errors.values()]
+        right.loglog(list(errors), means, marker="o", color=colors[variant], label=variant)
+    right.set_xlabel("seqlen")
+    right.set_ylabel(f"relative error of dq, logits of deviation {scale:g}")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seqlen", type=int, default=512, help="of the training")
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--logit-scales", type=float, nargs="+", default=[1.0, 8.0])
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--png", type=pathlib.Path)
+    arguments = parser.parse_args()
+    arguments.device = "cpu"
+    text = gpt.own_text()
+    result = train_gpt.provenance(arguments, text)
+    result["recomputed_twice"] = recomputed_twice(4096, 5)
+    print("p recomputed twice:", result["recomputed_twice"])
+    result["gradients"] = [
+        row
+        for scale in arguments.logit_scales
+        for row in gradient_errors(arguments.seqlens, arguments.seeds, scale)
+    ]
+    for scale in arguments.logit_scales:
+        print(f"relative errors of dq, dk, dv; logits of standard deviation {scale:g}")
+        for variant in VARIANTS:
+            rows = [
+                r
+                for r in result["gradients"]
+                if r["variant"] == variant and r["logit_scale"] == scale
+            ]
+            cells = []
+            for seqlen in arguments.seqlens:
+                same = [r for r in rows if r["seqlen"] == seqlen]
+                means = (statistics.mean(r[name] for r in same) for name in ("dq", "dk", "dv"))
+                cells.append(f"{seqlen}: " + " ".join(f"{x:.2e}" for x in means))
+            print(f"  {variant:15}", "   ".join(cells))
+    result["training"] = [
+        r for seed in range(arguments.seeds) for r in train(seed, arguments, text)
+    ]
+    result["loss_differences"] = differences(result["training"])
+    for variant, values in result["loss_differences"].items():
+        print(f"  {variant:15}", " ".join(f"{x:+.5f}" for x in values))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.png:
+        plot(result, arguments.png)
+
+
+if __name__ == "__main__":
+    main()

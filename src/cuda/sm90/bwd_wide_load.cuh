@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loads of bwd_wide.cuh, issued by one warp: K and V once, then Q with lse and dO with delta in
+// every step.
+#pragma once
+
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/bwd_kernels.hpp"
+#include "cuda/sm90/bwd_wide_shared.cuh"
+#include "cuda/sm90/load.cuh"
+
+namespace flashgrad::sm90 {
+
+// With a cluster each CTA loads half the rows of every box of Q and dO for both. Tiles with rows to
+// clear, and tensors that the copy engine can't address, each CTA loads for itself.
+template <class Shared>
+struct WideLoader {
+  static constexpr int kMapRows = kBlockM / Shared::kCluster;  // of a box of the maps of q and dout
+
+  const BwdParams& p;
+  const BwdMaps& maps;
+  const KeyTile& tile;
+  Shared shared;
+  int rank;  // of the CTA in its cluster
+  int lane;
+  StepWalk walk;
+  std::uint32_t unreadable = 0;  // of the walk's next 32 blocks, which have rows not to be read
+  std::uint32_t landing_parity = 0;
+
+  __device__ WideLoader(const BwdParams& params, const BwdMaps& tensor_maps,
+                        const KeyTile& key_tile, Shared memory, int cluster_rank, int lane_index)
+      : p(params),
+        maps(tensor_maps),
+        tile(key_tile),
+        shared(memory),
+        rank(cluster_rank),
+        lane(lane_index),
+        walk(key_tile, static_cast<int>(params.group)) {}
+
+  __device__ void wait_for_landing() {
+    ptx::mbarrier_wait(shared.landing(), landing_parity);
+    __syncwarp();
+    landing_parity ^= 1;
+  }
+
+  // K or V: the first box to `resident`, the others to `rest`.
+  template <int kColumns>
+  __device__ void load_keys(bool is_k, std::uint32_t resident, std::uint32_t rest) {
+    const bool mapped = (p.mapped & (is_k ? kMapK : kMapV)) != 0;
+    const bool clear = !mapped || tile.has_dead_keys != 0;
+    const CUtensorMap* map = is_k ? &maps.k : &maps.v;
+    const std::uint32_t full = is_k ? shared.k_full() : shared.v_full();
+    const std::uint32_t barrier = clear ? shared.landing() : full;
+    if (mapped && ptx::elect_one()) {
+      ptx::mbarrier_arrive_expect(barrier, kColumns / 64 * Shared::kBoxBytes);
+#pragma unroll
+      for (int box = 0; box < kColumns / 64; ++box) {
+        ptx::tensor_load(box == 0 ? resident : rest + (box - 1) * Shared::kBoxBytes, map, barrier,
+                         64 * box, tile.kv_row, tile.head_kv, tile.batch_index);
+      }
+    }
+    __syncwarp();
+    if (!clear) {
+      return;
+    }
+    const auto live = [this](int r) { return r >= tile.live_begin && r < tile.live_end; };
+    if (mapped) {
+      wait_for_landing();
+      clear_rows<kWideKeys, 64>(resident, lane, live);
+      clear_rows<kWideKeys, kColumns - 64>(rest, lane, live);
+    } else {
+      const Tensor& tensor = is_k ? p.k : p.v;
+      const int columns = static_cast<int>(is_k ? p.head_dim : p.head_dim_v);
+      load_tile<kWideKeys, 64>(resident, tensor, tile.batch_index, tile.kv_row, tile.head_kv, 0,
+                               columns, lane, live);
+      load_tile<kWideKeys, kColumns - 64>(rest, tensor, tile.batch_index, tile.kv_row, tile.head_kv,
+                                          64, columns, lane, live);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (ptx::elect_one()) {
+      ptx::mbarrier_arrive(full);
+    }
+    __syncwarp();
+  }
+
+  // Boxes [first, first + count) of a query block into a stage, for both CTAs or for this one.
+  __device__ void issue_boxes(const CUtensorMap* map, std::uint32_t stage, std::uint32_t barrier,
+                              int first, int count, bool for_both) {
+    const int row = tile.q_row + walk.m * kBlockM;
+#pragma unroll 1
+    for (int box = first; box < first + count; ++box) {
+      const std::uint32_t destination = stage + static_cast<std::uint32_t>(box) * Shared::kBoxBytes;
+      if (for_both) {
+        const int half = rank * kMapRows;
+        ptx::tensor_load_multicast(
+            destination + static_cast<std::uint32_t>(half) * tile::kBoxRowBytes, map, barrier,
+            64 * box, row + half, walk.head, tile.batch_index, 3);
+      } else {
+#pragma unroll
+        for (int half = 0; half < kBlockM; half += kMapRows) {
+          ptx::tensor_load(destination + static_cast<std::uint32_t>(half) * tile::kBoxRowBytes, map,
+                           barrier, 64 * box, row + half, walk.head, tile.batch_index);
+        }
+      }
+    }
+  }
+
+  // The query block of q with lse, or of dout with delta.
+  template <bool kIsQ>
+  __device__ void load_rows(int step) {
+    constexpr int kColumns = kIsQ ? Shared::kHeadDim : Shared::kHeadDimV;
+    constexpr int kPieces = kIsQ ? Shared::kQPieces : Shared::kDoPieces;
+    constexpr int kStages = kIsQ ? Shared::kQStages : Shared::kDoStages;
+    constexpr int kBoxes = kColumns / 64;
+    constexpr std::uint32_t kStatisticBytes = kBlockM * 4;
+    const int stage = step % kStages;
+    std::uint32_t parity = (static_cast<std::uint32_t>(step / kStages) & 1U) ^ 1U;
+    if (kIsQ && stage == kStages - 1) {
+      parity ^= 1U;  // it is released once before its first use
+    }
+    ptx::mbarrier_wait(kIsQ ? shared.q_empty(stage) : shared.do_empty(stage), parity);
+    const int slot = walk.slot(p.rows, tile);
+    if (kIsQ && (walk.m_last - walk.m) % 32 == 0) {
+      const bool exists = walk.m - lane >= walk.m_begin;
+      unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot - lane] != 0);
+    }
+    const float* lse = p.rows.neg_lse_log2 + static_cast<std::int64_t>(slot) * kBlockM;
+    const float* statistic =
+        kIsQ ? lse : p.rows.neg_delta + static_cast<std::int64_t>(slot) * kBlockM;
+    const bool mapped = (p.mapped & (kIsQ ? kMapQ : kMapDout)) != 0;
+    const bool clear = !mapped || (unreadable & 1U) != 0;
+    const CUtensorMap* map = kIsQ ? &maps.q : &maps.dout;
+    const std::uint32_t destination = kIsQ ? shared.q(stage) : shared.dout(stage);
+    const std::uint32_t statistic_destination = kIsQ ? shared.lse(step) : shared.delta(step);
+    const auto full = [&](int piece) {
+      return kIsQ ? shared.q_full(stage, piece) : shared.do_full(stage, piece);
+    };
+    if (!clear) {
+      if (ptx::elect_one()) {
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const int boxes = kBoxes - 2 * piece < 2 ? kBoxes - 2 * piece : 2;
+          ptx::mbarrier_arrive_expect(full(piece),
+                                      static_cast<std::uint32_t>(boxes) * Shared::kBoxBytes +
+                                          (piece == 0 ? kStatisticBytes : 0U));
+          if (piece == 0) {
+            ptx::bulk_load(statistic_destination, statistic, kStatisticBytes, full(0));
+          }
+          issue_boxes(map, destination, full(piece), 2 * piece, boxes, Shared::kCluster == 2);
+        }
+      }
+      __syncwarp();
+      return;
+    }
+    if (ptx::elect_one()) {
+      ptx::mbarrier_arrive_expect(shared.landing(),
+                                  (mapped ? kBoxes * Shared::kBoxBytes : 0U) + kStatisticBytes);
+      ptx::bulk_load(statistic_destination, statistic, kStatisticBytes, shared.landing());
+      if (mapped) {
+        issue_boxes(map, destination, shared.landing(), 0, kBoxes, false);
+      }
+    }
+    __syncwarp();
+    const auto readable = [lse](int r) { return lse[r] != -INFINITY; };
+    wait_for_landing();
+    if (mapped) {
+      clear_rows<kBlockM, kColumns>(destination, lane, readable);
+    } else {
+      load_tile<kBlockM, kColumns>(
+          destination, kIsQ ? p.q : p.dout, tile.batch_index, tile.q_row + walk.m * kBlockM,
+          walk.head, 0, static_cast<int>(kIsQ ? p.head_dim : p.head_dim_v), lane, readable);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        ptx::mbarrier_arrive(full(piece));
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ void run() {
+    load_keys<Shared::kHeadDim>(true, shared.resident_k(), shared.k());
+#pragma unroll 1
+    for (int step = 0; step < tile.num_steps; ++step) {
+      load_rows<true>(step);
+      if (step == 0) {
+        load_keys<Shared::kHeadDimV>(false, shared.resident_v(), shared.v());
+      }
+      load_rows<false>(step);
+      walk.advance();
+      unreadable >>= 1;
+    }
+  }
+};
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// The work of one CTA of the backward for head dims above 128: of bwd_wide.cuh, which keys and
+// query blocks; of bwd_wide_dq.cuh, which queries and key blocks. Plain arithmetic, for the device
+// and for tests on the host.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/sm90/key_tile.cuh"
+#include "cuda/sm90/params.hpp"
+#include "cuda/sm90/wide_pass.hpp"
+
+namespace flashgrad::sm90 {
+
+// Of a CTA of bwd_wide.cuh, in shared memory.
+struct WideTile {
+  KeyTile keys;
+  // Numbers of images of dS (wide_pass.hpp); 32 bits: 2^31 of them would be 16 TB.
+  int image;           // of the first step
+  int to_block_below;  // from a query block's image to that of the block below
+  int to_next_head;    // from the image of a head's last step to that of the next head's first
+};
+
+// The tile of a CTA. num_steps is -1 if another pass makes its keys. Tiles are launched in sections
+// of units, in each by ascending keys: for causal masks the longest come first, and the live q and
+// dout of a section fit the L2.
+template <int kCluster>
+FG_HOST_DEVICE inline WideTile wide_tile(const BwdParams& p, const WidePass& pass,
+                                         std::int64_t cta) {
+  const std::int64_t rank = cta % kCluster;
+  const std::int64_t index = cta / kCluster;
+  const std::int64_t first = index / (pass.section * pass.num_key_tiles) * pass.section;
+  const std::int64_t in_section = index - first * pass.num_key_tiles;
+  const std::int64_t units =
+      pass.num_units - first < pass.section ? pass.num_units - first : pass.section;
+  const std::int64_t local_unit = first + in_section % units;
+  const Sequences& s = p.sequences;
+  // Of the cluster's keys, counted in blocks of the cluster from the beginning of the sequence, and
+  // through all spans if packed.
+  std::int64_t block = in_section / units;
+  std::int64_t in_sequence = block;
+  if (s.packed()) {
+    constexpr int kClusterKeys = kWideKeys * kCluster;
+    const std::int64_t span =
+        span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, kClusterKeys);
+    in_sequence -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, kClusterKeys);
+  } else {
+    in_sequence = block += pass.key_begin / kCluster;
+  }
+  WideTile tile{};
+  tile.keys = key_tile<kWideKeys, kCluster>(
+      p, ((pass.first_unit + local_unit) * p.num_kv_blocks + block) * kCluster + rank);
+  const std::int64_t n = in_sequence * kCluster - pass.key_begin;
+  // Every launch meets all keys of a packed batch; those that no query sees, also outside of every
+  // sequence, are the first pass's.
+  const bool elsewhere =
+      tile.keys.num_steps > 0 ? n < 0 || n >= pass.key_count : pass.key_begin > 0;
+  if (s.packed() && elsewhere) {
+    tile.keys.num_steps = -1;
+  }
+  const std::int64_t m = (s.packed() ? tile.keys.q_block : 0) + std::int64_t{tile.keys.m_end} - 1;
+  tile.image = static_cast<int>((local_unit * p.group * pass.blocks_per_head + m) * pass.key_count +
+                                n + rank);
+  tile.to_block_below = static_cast<int>(-pass.key_count);
+  tile.to_next_head = static_cast<int>(
+      (pass.blocks_per_head + tile.keys.m_end - 1 - tile.keys.m_begin) * pass.key_count);
+  return tile;
+}
+
+inline constexpr int kWideDqRows = 128;
+
+// Of a CTA of bwd_wide_dq.cuh, in shared memory.
+struct WideDqTile {
+  int n_begin;  // key blocks of the pass that the cluster's queries see
+  int n_end;
+  // For the 64 rows of each consumer: the same, what is carried, and where.
+  int own_begin[2];
+  int own_end[2];
+  int continues[2];           // an earlier pass left sums
+  int goes_on[2];             // a later pass needs them
+  int finishes[2];            // dq is written
+  const std::uint8_t* ds[2];  // the image of key block 0
+  float* partial[2];
+  std::int64_t statistics[2];  // place in neg_lse_log2
+  int head;
+  int head_kv;
+  int batch_index;
+  int q_row;          // row of q where the tile begins
+  int kv_row;         // row of k where the sequence begins
+  int rows_to_write;  // of dq
+  int live_begin;     // keys of the sequence that some query sees; the others are not to be read
+  int live_end;
+  int keys_existing;  // keys from kv_row to the end of the tensor
+};
+
+template <int kD, int kCluster>
+FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const WidePass& pass,
+                                              std::int64_t cta) {
+  constexpr int kRows = kWideDqRows * kCluster;
+  const std::int64_t heads = pass.num_units * p.group;  // of the pass
+  const std::int64_t local_head = cta / kCluster % heads;
+  // Descending: with a causal mask the longest come first.
+  std::int64_t block = p.num_q_tiles - 1 - cta / kCluster / heads;
+  const std::int64_t head = pass.first_unit * p.group + local_head;  // counts through the batch
+  const Sequences& s = p.sequences;
+  std::int64_t span = head / p.heads_q;
+  if (s.packed()) {
+    span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kRows);
+    block -= first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kRows);
+  }
+  const SequenceSpan sequence = sequence_span(s, span);
+  const Band& band = sequence.band;
+  const std::int64_t cluster_begin = block * kRows;
+  const std::int64_t begin = cluster_begin + cta % kCluster * kWideDqRows;
+  const std::int64_t pass_end = pass.key_begin + pass.key_count;
+  const auto blocks_of = [](const Range& keys) {
+    return keys.empty() ? Range{}
+                        : Range{keys.begin / kWideKeys, (keys.end + kWideKeys - 1) / kWideKeys};
+  };
+  const auto in_pass = [&](const Range& blocks, int* first, int* last) {
+    *first = static_cast<int>(clamp_to(blocks.begin, pass.key_begin, pass_end));
+    *last = static_cast<int>(clamp_to(blocks.end, *first, pass_end));
+  };
+  WideDqTile tile{};
+  in_pass(blocks_of(band.kv_range(cluster_begin, cluster_begin + kRows)), &tile.n_begin,
+          &tile.n_end);
+  const std::int64_t q_block =
+      first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM) + begin / kBlockM;
+  const std::int64_t local_block = s.packed() ? q_block : begin / kBlockM;
+  for (int i = 0; i < 2; ++i) {
+    const Range blocks = blocks_of(band.kv_range(begin + kBlockM * i, begin + kBlockM * (i + 1)));
+    in_pass(blocks, &tile.own_begin[i], &tile.own_end[i]);
+    const bool here = tile.own_begin[i] < tile.own_end[i];
+    tile.continues[i] = here && blocks.begin < pass.key_begin ? 1 : 0;
+    tile.goes_on[i] = here && blocks.end > pass_end ? 1 : 0;
+    tile.finishes[i] =
+        (here && blocks.end <= pass_end) || (blocks.empty() && pass.key_begin == 0) ? 1 : 0;
+    const std::int64_t at = local_head * pass.blocks_per_head + local_block + i;
+    tile.ds[i] = pass.ds + (at * pass.key_count - pass.key_begin) * kDsImageBytes;
+    tile.partial[i] = pass.partial + at * kBlockM * kD;
+    tile.statistics[i] = (head % p.heads_q * p.num_blocks + q_block + i) * kBlockM;
+  }
+  tile.head = static_cast<int>(head % p.heads_q);
+  tile.head_kv = tile.head / static_cast<int>(p.group);
+  tile.batch_index = static_cast<int>(sequence.batch_index);
+  tile.q_row = static_cast<int>(sequence.q.begin + begin);
+  tile.kv_row = static_cast<int>(sequence.kv.begin);
+  tile.rows_to_write =
+      static_cast<int>(clamp_to(sequence.q.end - sequence.q.begin - begin, 0, kWideDqRows));
+  const Range live = band.kv_range(0, band.seqlen_q);
+  tile.live_begin = static_cast<int>(live.begin);
+  tile.live_end = static_cast<int>(live.end);
+  tile.keys_existing = static_cast<int>(s.rows_kv - tile.kv_row);
+  return tile;
+}
+
+}  // namespace flashgrad::sm90

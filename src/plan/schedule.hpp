@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// In what order tiles run on the processors of a GPU, and what that costs: idle processors at the
+// end, waiting for turns at dq, and how much of the tensors is in use at a time. The tiles and
+// their orders come from the code that the sm90 kernels run (fwd_schedule.hpp, key_tile.cuh).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/mask.hpp"
+
+namespace flashgrad::plan {
+
+struct ScheduleProblem {
+  bool backward = true;
+  std::int64_t batch = 1;
+  std::int64_t seqlen_q = 0;  // of each batch entry, unless packed
+  std::int64_t seqlen_kv = 0;
+  std::vector<std::int32_t> packed_q;  // lengths of a packed batch; empty: fixed length
+  std::vector<std::int32_t> packed_kv;
+  std::int64_t heads_q = 1;
+  std::int64_t heads_kv = 1;
+  std::int64_t head_dim = 128;
+  BandMask mask;
+  std::int64_t section = 1;  // heads whose tiles are launched together: swizzled
+};
+
+struct WorkTile {
+  std::int64_t unit = 0;      // the head (and batch entry) whose tensors it reads
+  std::int64_t sequence = 0;  // of the batch
+  std::int64_t head = 0;
+  std::int64_t first_row = 0;  // first key (backward) or query (forward)
+  // Backward: query blocks [begin, end) of 64 rows of each of the group's heads, from number
+  // `slot` on among all blocks of a head. Forward: key blocks.
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t slot = 0;
+  std::int64_t steps = 0;
+};
+
+// How a launch order, a walk over the steps of a tile and the turns at dq go together.
+struct Policy {
+  const char* name;
+  const char* description;
+  enum class Launch : std::uint8_t {
+    kNatural,        // the kernel's: in sections of heads, ascending blocks
+    kLongestFirst,   // in each section, by the number of steps
+    kShortestFirst,  // likewise
+  } launch;
+  bool swizzled;  // sections of ScheduleProblem::section heads; otherwise of one
+  enum class Walk : std::uint8_t { kDescending, kAscending, kShifted } walk;
+  enum class Turns : std::uint8_t {
+    kFree,      // whoever is ready adds to dq: the bits change from run to run
+    kKeyBlock,  // ascending key blocks
+    kStep,      // in the order of the steps at which the tiles come to a query block
+    kPlanned,   // in the order of a run without turns: depends on the whole batch and the machine
+  } turns;
+};
+
+const std::vector<Policy>& policies(bool backward);
+const Policy& find_policy(bool backward, const std::string& name);
+
+// The tiles of a problem with work to do, in launch order. `tile_n` x `cluster` keys (backward:
+// 128 or 256, 1 or 2) or `tile_n` keys of a step (forward: 80, 96 or 128).
+struct TileSize {
+  int rows = 128;  // forward
+  int keys = 128;
+  int cluster = 1;
+};
+std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
+                                   const TileSize& tile);
+
+struct Machine {
+  int processors = 132;  // SMs, or clusters
+  double step_cycles = 2560;
+  double tile_cycles = 0;       // of a tile besides its steps: filling and emptying the pipeline
+  double signal_cycles = 0;     // from an addition to dq until another processor sees it
+  double turn_cycles = 0;       // that a step takes longer with turns: polling and the fence
+  int slack = 1;                // steps that the products may be ahead of the additions
+  double jitter = 0;            // steps take up to this share longer, by a fixed pattern
+  double processor_spread = 0;  // and processors are slower by up to this share
+};
+
+struct Interval {
+  int processor;
+  std::int64_t unit;
+  std::int64_t first_row;
+  double begin;
+  double end;
+  double waiting;
+};
+
+struct Timeline {
+  double makespan = 0;  // cycles
+  double idle = 0;      // shares of processors x makespan
+  double waiting = 0;
+  double peak_heads = 0;  // units in use at a time
+  bool deadlock = false;  // every processor waits for a tile that has not started
+  std::vector<Interval> intervals;
+  std::vector<double> add_times;  // of all steps, in the order of `tiles` and their walks
+};
+
+Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& tiles,
+                  const Policy& policy, const Machine& machine);
+
+// Bytes of a unit that its tiles share: q, dout and the f32 dq sums (backward), k and v (forward).
+double unit_bytes(const ScheduleProblem& problem);
+
+// Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
+std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);
+
+}  // namespace flashgrad::plan

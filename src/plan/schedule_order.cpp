@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tiles of a problem in launch order, by the kernels' own code.
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+
+#include "cuda/sm90/fwd_schedule.hpp"
+#include "cuda/sm90/key_tile.cuh"
+#include "plan/schedule.hpp"
+
+namespace flashgrad::plan {
+namespace {
+
+std::vector<std::int32_t> offsets(const std::vector<std::int32_t>& lengths) {
+  std::vector<std::int32_t> cu_seqlens(lengths.size() + 1, 0);
+  std::partial_sum(lengths.begin(), lengths.end(), cu_seqlens.begin() + 1);
+  return cu_seqlens;
+}
+
+template <int kKeys, int kCluster>
+std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_t section) {
+  const bool packed = !problem.packed_q.empty();
+  const std::vector<std::int32_t> cu_q = offsets(problem.packed_q);
+  const std::vector<std::int32_t> cu_kv = offsets(problem.packed_kv);
+  sm90::BwdParams params{};
+  params.sequences.batch =
+      packed ? static_cast<std::int64_t>(problem.packed_q.size()) : problem.batch;
+  params.sequences.rows_q = packed ? cu_q.back() : problem.seqlen_q;
+  params.sequences.rows_kv = packed ? cu_kv.back() : problem.seqlen_kv;
+  params.sequences.mask = problem.mask;
+  params.sequences.cu_seqlens_q = packed ? cu_q.data() : nullptr;
+  params.sequences.cu_seqlens_kv = packed ? cu_kv.data() : nullptr;
+  params.heads_kv = problem.heads_kv;
+  params.group = problem.heads_q / problem.heads_kv;
+  params.head_dim = problem.head_dim;
+  params.head_dim_v = problem.head_dim;
+  params.num_kv_blocks = sm90::num_blocks(packed, packed ? params.sequences.batch : 1,
+                                          params.sequences.rows_kv, kKeys * kCluster);
+  params.num_units = (packed ? 1 : problem.batch) * problem.heads_kv;
+  params.section = section;
+  const std::int64_t blocks_per_head =
+      sm90::num_blocks(packed, params.sequences.batch, params.sequences.rows_q, sm90::kBlockM);
+  std::vector<WorkTile> tiles;
+  for (std::int64_t i = 0; i < params.num_units * params.num_kv_blocks; ++i) {
+    const sm90::KeyTile tile = sm90::key_tile<kKeys, kCluster>(params, i * kCluster);
+    if (tile.num_steps == 0) {
+      continue;  // it only writes zeros
+    }
+    WorkTile work;
+    // Of a packed batch each sequence has tensors of its own.
+    work.sequence = packed ? tile.q_block : tile.batch_index;
+    work.head = tile.head_kv;
+    work.unit = work.sequence * problem.heads_kv + tile.head_kv;
+    work.first_row = tile.kv_row;
+    work.begin = tile.m_begin;
+    work.end = tile.m_end;
+    work.slot = tile.head_kv * params.group * blocks_per_head + tile.q_block;
+    work.steps = tile.num_steps;
+    tiles.push_back(work);
+  }
+  return tiles;
+}
+
+template <int kKeys>
+std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows,
+                                    std::int64_t section) {
+  const bool packed = !problem.packed_q.empty();
+  // A unit of a packed batch is a head of all its sequences; ranks go through their tiles.
+  struct Part {
+    std::int64_t sequence;
+    std::int64_t block;
+    Band band;
+  };
+  std::vector<Part> parts;
+  const auto add_parts = [&](std::int64_t sequence, std::int64_t seqlen_q, std::int64_t seqlen_kv) {
+    const Band band = Band::of(problem.mask, seqlen_q, seqlen_kv);
+    for (std::int64_t block = 0; block * rows < seqlen_q; ++block) {
+      parts.push_back({sequence, block, band});
+    }
+  };
+  if (packed) {
+    for (std::size_t i = 0; i < problem.packed_q.size(); ++i) {
+      add_parts(static_cast<std::int64_t>(i), problem.packed_q[i], problem.packed_kv[i]);
+    }
+  } else {
+    add_parts(0, problem.seqlen_q, problem.seqlen_kv);
+  }
+  const std::int64_t units = (packed ? 1 : problem.batch) * problem.heads_q;
+  const sm90::FwdOrder order = sm90::make_order(units, section);
+  const auto per_unit = static_cast<std::uint32_t>(parts.size());
+  std::vector<WorkTile> tiles;
+  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(units) * per_unit; ++i) {
+    const auto [unit, rank] = sm90::work_item(order, per_unit, i);
+    const Part& part = parts[rank];
+    const sm90::FwdBlocks blocks =
+        sm90::key_blocks<kKeys>(part.band, part.block * rows, (part.block + 1) * rows);
+    WorkTile work;
+    work.sequence = packed ? part.sequence : unit / problem.heads_q;
+    work.head = unit % problem.heads_q;
+    work.unit = work.sequence * problem.heads_q + work.head;
+    work.first_row = part.block * rows;
+    work.begin = blocks.begin;
+    work.end = blocks.end;
+    work.steps = blocks.end - blocks.begin;
+    if (work.steps > 0) {
+      tiles.push_back(work);
+    }
+  }
+  return tiles;
+}
+
+std::vector<WorkTile> kernel_order(const ScheduleProblem& problem, const TileSize& tile,
+                                   std::int64_t section) {
+  if (problem.backward) {
+    if (tile.cluster == 2 && tile.keys == 128) {
+      return backward_tiles<128, 2>(problem, section);
+    }
+    if (tile.cluster == 1 && tile.keys == 128) {
+      return backward_tiles<128, 1>(problem, section);
+    }
+    if (tile.cluster == 1 && tile.keys == 256) {
+      return backward_tiles<256, 1>(problem, section);
+    }
+    throw std::invalid_argument("backward tiles have 128 keys, a cluster of two of them, or 256");
+  }
+  switch (tile.keys) {
+    case 80:
+      return forward_tiles<80>(problem, tile.rows, section);
+    case 96:
+      return forward_tiles<96>(problem, tile.rows, section);
+    case 128:
+      return forward_tiles<128>(problem, tile.rows, section);
+    default:
+      throw std::invalid_argument("forward steps have 80, 96 or 128 keys");
+  }
+}
+
+// Sections one by one, in each the tiles by their steps. A section of a packed batch has all
+// sequences of its heads.
+void sort_in_sections(std::vector<WorkTile>& tiles, bool packed, std::int64_t section,
+                      bool longest_first) {
+  const auto section_of = [=](const WorkTile& tile) {
+    return (packed ? tile.head : tile.unit) / section;
+  };
+  std::stable_sort(tiles.begin(), tiles.end(), [&](const WorkTile& x, const WorkTile& y) {
+    if (section_of(x) != section_of(y)) {
+      return section_of(x) < section_of(y);
+    }
+    return longest_first ? x.steps > y.steps : x.steps < y.steps;
+  });
+}
+
+}  // namespace
+
+std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
+                                   const TileSize& tile) {
+  const std::int64_t section = policy.swizzled ? problem.section : 1;
+  const bool packed = !problem.packed_q.empty();
+  std::vector<WorkTile> tiles = kernel_order(problem, tile, section);
+  switch (policy.launch) {
+    case Policy::Launch::kNatural:
+      break;
+    case Policy::Launch::kLongestFirst:
+      sort_in_sections(tiles, packed, section, true);
+      break;
+    case Policy::Launch::kShortestFirst:
+      sort_in_sections(tiles, packed, section, false);
+      break;
+  }
+  return tiles;
+}
+
+}  // namespace flashgrad::plan

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cases of sm90_backward.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/problem.hpp"
+
+namespace flashgrad {
+
+struct Case {
+  const char* name;
+  Problem p;
+  std::vector<int> lens_q, lens_kv;  // packed if not empty
+  std::vector<int> seqused_q, seqused_kv;
+  std::vector<std::int64_t> q_offset;
+  int head_pad = 0;       // elements between heads, odd: the copy engine can't be used
+  int row_pad = 0;        // elements between rows
+  bool plus_inf = false;  // lse of empty rows is +inf
+  bool stride0 = false;   // dout is one element, expanded
+  double logit_scale = 1;
+  std::vector<int> rooms;  // percent of the preferred workspace to compare as well
+};
+
+inline const BandMask kFull{};
+inline const BandMask kCausal{kUnbounded, 0, Alignment::kBottomRight};
+
+Problem problem(DType dtype, std::int64_t batch, std::int64_t sq, std::int64_t skv, std::int64_t hq,
+                std::int64_t hkv, std::int64_t d, std::int64_t dv);
+
+std::vector<Case> cases();
+
+}  // namespace flashgrad

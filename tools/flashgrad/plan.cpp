@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// The options of `flashgrad plan`, and where its results go.
+#include "plan.hpp"
+
+#include <fmt/format.h>
+
+#include <fstream>
+
+#include "plan/device.hpp"
+#include "plan/schedule.hpp"
+#include "plan_commands.hpp"
+#include "text.hpp"
+
+namespace flashgrad::tool {
+namespace {
+
+std::string device_names() {
+  std::string names;
+  for (const plan::Device& device : plan::devices()) {
+    names += (names.empty() ? "" : ", ") + device.name;
+  }
+  return names;
+}
+
+void add_outputs(CLI::App& command, PlanArguments& arguments, bool draws) {
+  command.add_option("--json", arguments.json, "Also write the numbers to this file")
+      ->type_name("FILE");
+  if (draws) {
+    command.add_option("--svg", arguments.svg, "Also draw them into this file")->type_name("FILE");
+  }
+}
+
+void add_device(CLI::App& command, PlanArguments& arguments) {
+  command.add_option("--device", arguments.device, device_names())
+      ->type_name("NAME")
+      ->capture_default_str();
+}
+
+void add_shape(CLI::App& command, PlanArguments& arguments) {
+  command.add_option("--tokens", arguments.tokens, "Length of a sequence; K and M are 2^10, 2^20")
+      ->type_name("N")
+      ->capture_default_str();
+  command.add_option("--batch", arguments.batch, "Sequences")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command.add_option("--heads", arguments.heads, "Query heads")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command.add_option("--heads-kv", arguments.heads_kv, "Key heads; 0: as many")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command.add_option("--head-dim", arguments.head_dim, "Of q, k and v")
+      ->type_name("N")
+      ->check(CLI::Range(1, 256))
+      ->capture_default_str();
+}
+
+void add_roofline(CLI::App& app, PlanArguments& arguments) {
+  CLI::App* roofline =
+      app.add_subcommand("roofline", "Cycles per resource and tile, what binds, whether it fits");
+  roofline->add_option("--device", arguments.device, device_names() + ", or cpu: this machine")
+      ->type_name("NAME")
+      ->capture_default_str();
+  roofline
+      ->add_option("--kernel", arguments.kernel,
+                   "One kernel, in detail; hopper-backward: the best tiles for --head-dim")
+      ->type_name("NAME");
+  roofline->add_option("--head-dim", arguments.head_dim, "Of hopper-backward")
+      ->type_name("N")
+      ->check(CLI::IsMember({64, 128, 192, 256}))
+      ->capture_default_str();
+  roofline->add_flag("--sources", arguments.sources, "The device's figures and where they are from")
+      ->disable_flag_override();
+  roofline
+      ->add_flag("--generations", arguments.generations,
+                 "FlashAttention 1 to 4 on each device: what binds")
+      ->disable_flag_override();
+  add_outputs(*roofline, arguments, false);
+}
+
+void add_memory(CLI::App& app, PlanArguments& arguments) {
+  CLI::App* memory =
+      app.add_subcommand("memory", "What a backward pass holds, with P stored and made again");
+  add_device(*memory, arguments);
+  add_shape(*memory, arguments);
+  memory->add_option("--dtype", arguments.dtype, "Of the tensors")
+      ->type_name("DTYPE")
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->capture_default_str();
+  memory->add_option("--gpus", arguments.gpus, "That share the sequence")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  add_outputs(*memory, arguments, false);
+}
+
+void add_schedule(CLI::App& app, PlanArguments& arguments) {
+  CLI::App* schedule = app.add_subcommand(
+      "schedule", "Tiles on processors: makespan, idle and waiting time, working set");
+  add_device(*schedule, arguments);
+  add_shape(*schedule, arguments);
+  std::string names;
+  for (const plan::Policy& policy : plan::policies(true)) {
+    names += (names.empty() ? "" : ", ") + std::string(policy.name);
+  }
+  schedule->add_option("--pass", arguments.pass, "forward or backward")
+      ->type_name("PASS")
+      ->check(CLI::IsMember({"forward", "backward"}))
+      ->capture_default_str();
+  schedule->add_option("--order", arguments.order, names)->type_name("NAME")->capture_default_str();
+  schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
+      ->disable_flag_override();
+  CLI::Option* causal =
+      schedule->add_flag("--causal", arguments.causal, "A row sees the keys up to its own")
+          ->disable_flag_override();
+  schedule->add_option("--window", arguments.window, "LEFT,RIGHT, as in `flashgrad run`")
+      ->type_name("LEFT,RIGHT")
+      ->excludes(causal);
+  schedule->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+      ->type_name("N,N,...");
+  schedule->add_option("--cluster", arguments.cluster, "CTAs that work together (backward)")
+      ->type_name("1|2")
+      ->check(CLI::Range(1, 2))
+      ->capture_default_str();
+  schedule->add_option("--processors", arguments.processors, "0: SMs / cluster")
+      ->type_name("N")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str();
+  schedule
+      ->add_option("--section", arguments.section, "Heads launched together; 0: what fits the L2")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  schedule->add_option("--step-cycles", arguments.step_cycles, "Of a step; 0: the kernel's bound")
+      ->type_name("X")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  schedule->add_option("--tile-cycles", arguments.tile_cycles, "Of a tile besides its steps")
+      ->type_name("X")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  schedule
+      ->add_option("--signal-cycles", arguments.signal_cycles,
+                   "From an addition to dq until another processor may add")
+      ->type_name("X")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  schedule
+      ->add_option("--turn-cycles", arguments.turn_cycles,
+                   "That a step takes longer with turns at dq (an H200's fence and counter: 60)")
+      ->type_name("X")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  schedule->add_option("--slack", arguments.slack, "Steps that products may be ahead of additions")
+      ->type_name("N")
+      ->check(CLI::Range(0, 16))
+      ->capture_default_str();
+  schedule->add_option("--jitter", arguments.jitter, "Steps take up to this share longer")
+      ->type_name("X")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  schedule->add_option("--spread", arguments.spread, "Processors are slower by up to this share")
+      ->type_name("X")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  add_outputs(*schedule, arguments, true);
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) {
+    throw Error(fmt::format("'{}' can't be written", printable(path)));
+  }
+}
+
+}  // namespace
+
+void add_plan(CLI::App& app, PlanArguments& arguments) {
+  CLI::App* plan = app.add_subcommand(
+      "plan", "Explain the speed: a model of kernels, memory and schedules; needs no GPU");
+  plan->require_subcommand(1);
+  add_roofline(*plan, arguments);
+  add_memory(*plan, arguments);
+  add_schedule(*plan, arguments);
+}
+
+int plan_command(CLI::App& app, const PlanArguments& arguments) {
+  const CLI::App& plan = *app.get_subcommand("plan");
+  nlohmann::ordered_json result;
+  std::string svg;
+  try {
+    if (plan.got_subcommand("roofline")) {
+      result = plan_roofline(arguments);
+    } else if (plan.got_subcommand("memory")) {
+      result = plan_memory(arguments);
+    } else {
+      result = plan_schedule(arguments, &svg);
+    }
+  } catch (const std::invalid_argument& error) {
+    throw Error(printable(error.what(), 1000));
+  }
+  if (!arguments.json.empty()) {
+    write_file(arguments.json, result.dump(1) + "\n");
+  }
+  if (!arguments.svg.empty()) {
+    write_file(arguments.svg, svg);
+  }
+  return kExitOk;
+}
+
+}  // namespace flashgrad::tool

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// `flashgrad plan`: where the time and the memory of a pass go, without a GPU.
+#pragma once
+
+#include <CLI/App.hpp>
+#include <string>
+#include <vector>
+
+namespace flashgrad::tool {
+
+// As given on the command line.
+struct PlanArguments {
+  std::string json;  // file for the numbers; empty: none
+  std::string svg;   // file for the picture; empty: none
+  std::string device = "h200";
+  std::string kernel;
+  bool sources = false;
+  bool generations = false;
+  int head_dim = 128;
+  int cluster = 1;
+  std::string tile;
+
+  std::string pass = "backward";
+  std::string tokens = "16384";
+  std::string packed;
+  int batch = 1;
+  int heads = 16;
+  int heads_kv = 0;  // 0: heads
+  int gpus = 1;
+  std::string dtype = "bf16";
+  bool causal = false;
+  std::string window;
+
+  std::string order = "sections";
+  bool compare = false;
+  int processors = 0;      // 0: the device's SMs, or pairs of them
+  int section = 0;         // 0: what fits the L2
+  double step_cycles = 0;  // 0: the kernel's bound
+  double tile_cycles = 0;
+  double signal_cycles = 700;
+  double turn_cycles = 60;
+  int slack = 1;
+  double jitter = 0.1;
+  double spread = 0.02;
+};
+
+void add_plan(CLI::App& app, PlanArguments& arguments);
+int plan_command(CLI::App& app, const PlanArguments& arguments);
+
+}  // namespace flashgrad::tool
