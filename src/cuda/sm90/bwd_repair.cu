@@ -233,7 +233,8 @@ __device__ __forceinline__ void repair_key(const BwdRepairParams& p, const Part&
 }
 
 template <bool kSoftcap, class T>
-__global__ void __launch_bounds__(kThreads) bwd_repair(const __grid_constant__ BwdRepairParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    bwd_repair(const __grid_constant__ BwdRepairParams p) {
   ptx::grid_dependency_wait();
   const Sequences& s = p.sequences;
   const std::int64_t warp = threadIdx.x / 32;
