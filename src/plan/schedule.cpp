@@ -259,13 +259,13 @@ class Simulation {
 }  // namespace
 
 const std::vector<Policy>& policies(bool backward) {
-  static const std::vector<Policy> forward_policies = {
+  static const std::vector<Policy> kForwardPolicies = {
       {"natural", "one head after the other, query blocks ascending", Launch::kNatural, false,
        Walk::kDescending, Turns::kFree},
       {"sections", "sections of heads, longest tiles first: the sm90 forward's",
        Launch::kLongestFirst, true, Walk::kDescending, Turns::kFree},
   };
-  static const std::vector<Policy> backward_policies = {
+  static const std::vector<Policy> kBackwardPolicies = {
       {"natural", "one head after the other, key blocks ascending", Launch::kNatural, false,
        Walk::kDescending, Turns::kFree},
       {"sections", "sections of heads, key blocks ascending: the sm90 backward's", Launch::kNatural,
@@ -285,7 +285,7 @@ const std::vector<Policy>& policies(bool backward) {
       {"turns-planned", "longest first, turns as a free run takes them", Launch::kLongestFirst,
        true, Walk::kDescending, Turns::kPlanned},
   };
-  return backward ? backward_policies : forward_policies;
+  return backward ? kBackwardPolicies : kForwardPolicies;
 }
 
 const Policy& find_policy(bool backward, const std::string& name) {

@@ -35,7 +35,7 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
   params.head_dim = problem.head_dim;
   params.head_dim_v = problem.head_dim;
   params.num_kv_blocks = sm90::num_blocks(packed, packed ? params.sequences.batch : 1,
-                                          params.sequences.rows_kv, kKeys * kCluster);
+                                          params.sequences.rows_kv, std::int64_t{kKeys} * kCluster);
   params.num_units = (packed ? 1 : problem.batch) * problem.heads_kv;
   params.section = section;
   const std::int64_t blocks_per_head =
