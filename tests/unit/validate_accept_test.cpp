@@ -390,6 +390,23 @@ TEST(Problem, WhatTheProblemHolds) {
   EXPECT_EQ(a.seqused_kv[1], 4);
 }
 
+// The factor scale / softcap would be 0 in f32, and the logits with it.
+TEST(Problem, ACapThatF32CannotTellFromNoneIsNone) {
+  C call(kFixed);
+  Call result;
+  for (const auto& [scale, softcap] : {std::pair{0.5, 1e300}, {-1e-20, 1e30}, {1e-50, 15.0}}) {
+    call.options.scale = scale;
+    call.options.softcap = softcap;
+    ASSERT_TRUE(call.judge(kBackward, true, &result).ok());
+    EXPECT_EQ(result.problem.softcap, 0) << scale << ", " << softcap;
+    EXPECT_EQ(result.problem.scale, scale);
+  }
+  call.options.scale = -1e-37;
+  call.options.softcap = 8;
+  ASSERT_TRUE(call.judge(kBackward, true, &result).ok());
+  EXPECT_EQ(result.problem.softcap, 8);
+}
+
 TEST(Problem, WhatAPackedProblemHolds) {
   C call(kPacked);
   call.options.max_seqlen_q = 4;
