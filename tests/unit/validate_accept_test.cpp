@@ -269,6 +269,25 @@ TEST(Accepted, NoKeys) {
   accepted(kForward, c);
 }
 
+// As NumPy describes an array without elements.
+TEST(Accepted, EmptyTensorsOfAnyStride) {
+  for (const std::int64_t stride : {std::int64_t{0}, std::int64_t{-7}, INT64_MAX}) {
+    C c(kFixed);
+    for (TestTensor* t : {&c.q, &c.out, &c.dout, &c.dq, &c.k, &c.v, &c.dk, &c.dv}) {
+      t->shape[1] = 0;
+      t->strides.assign(4, stride);
+    }
+    for (TestTensor* t : {&c.lse, &c.dlse}) {
+      t->shape[2] = 0;
+      t->strides.assign(3, stride);
+    }
+    c.seqused_q.fill<std::int32_t>({0, 0});
+    c.seqused_kv.fill<std::int32_t>({0, 0});
+    accepted(kForward, c);
+    accepted(kBackward, c);
+  }
+}
+
 TEST(Accepted, NoSequences) {
   C c(kPacked);
   c.cu_seqlens_q.shape = c.cu_seqlens_kv.shape = {1};
