@@ -336,6 +336,7 @@ def main_cuda(arguments, argv):
             words = result.get("refused") or ", ".join(
                 f"{which} {result[which]['cool_tflops']:.0f}/{result[which]['sustained_tflops']:.0f}"
                 for which in arguments.passes
+                if which in result
             )
             print(f"    {name}: {words}", file=sys.stderr, flush=True)
 

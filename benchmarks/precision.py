@@ -121,7 +121,7 @@ def gradient_errors(seqlens: list[int], seeds: int, logit_scale: float) -> list[
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(seed)
             q, k, v, dout = (
-                torch.randn(1, seqlen, 2, 64, generator=generator) for _ in range(4)
+                torch.randn(1, seqlen, 1, 64, generator=generator) for _ in range(4)
             )
             inputs = [x.bfloat16() for x in (q * logit_scale, k, v)]
             dout = dout.bfloat16()

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, library
@@ -35,7 +36,7 @@ _RECORDS = [
     for n in range(_MAX_NDIM + 1)
 ]
 
-CPU = 1  # kDLCPU
+CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 # In DLManagedTensorVersioned: version, manager_ctx, deleter, flags, then the DLTensor.
 _VERSIONED_FLAGS_OFFSET = 24
@@ -169,16 +170,24 @@ class Call:
         self._describe(slot, array.ctypes.data, shape, strides, *dlpack_dtype(array.dtype))
         self.keep.append(array)
 
-    def add_shape(self, slot: int, shape: tuple[int, ...], code: int, bits: int) -> None:
-        """Describes a compact CPU tensor by its DLPack type; its address is set in ``words``.
+    def add_shape(
+        self,
+        slot: int,
+        shape: tuple[int, ...],
+        code: int,
+        bits: int,
+        strides: Sequence[int] | None = None,
+        device: tuple[int, int] = (CPU, 0),
+    ) -> None:
+        """Describes a tensor by its DLPack type and device; its address is set in ``words``.
 
-        ``prepare`` needs no address.
+        ``prepare`` needs no address. Strides are in elements; None: compact.
         """
         if len(shape) > _MAX_NDIM:
             raise ValueError(
                 f"flashgrad: {TENSOR_NAMES[slot]}: {len(shape)} dimensions, want 1 to 4"
             )
-        self._describe(slot, 0, shape, None, code, bits)
+        self._describe(slot, 0, shape, strides, code, bits, device)
 
     def words(self) -> memoryview:
         """The buffer in words of 64 bits."""
@@ -189,16 +198,17 @@ class Call:
         slot: int,
         data: int,
         shape: tuple[int, ...],
-        strides: list[int] | None,
+        strides: Sequence[int] | None,
         code: int,
         bits: int,
+        device: tuple[int, int] = (CPU, 0),
     ) -> None:
-        """Writes a CPU tensor's DLTensor; strides in elements, None: compact."""
+        """Writes a tensor's DLTensor."""
         offset = _RECORDS_OFFSET + slot * _RECORD_BYTES
         address = self._address + offset
         ndim = len(shape)
         _RECORDS[ndim].pack_into(
-            self._buffer, offset, data, CPU, 0, ndim, code, bits, 1, address + _SHAPE_OFFSET,
+            self._buffer, offset, data, *device, ndim, code, bits, 1, address + _SHAPE_OFFSET,
             0 if strides is None else address + _STRIDES_OFFSET, 0, *shape, *(strides or shape),
         )  # fmt: skip
         self.pointers[slot] = address

@@ -98,6 +98,7 @@ def mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             allow_is_causal_skip=False,
+            allow_torch_fix=False,  # what an old PyTorch needs: rows that see nothing see all
             use_vmap=use_vmap,
             device=device,
         )

@@ -139,6 +139,17 @@ Account account(const Kernel& kernel, const Device& device) {
   return a;
 }
 
+std::array<double, kNumUses> shared_bytes_by_use(const Kernel& kernel) {
+  std::array<double, kNumUses> bytes{};
+  for (const Product& product : kernel.products) {
+    bytes[static_cast<std::size_t>(Use::kOperands)] += product.shared_bytes();
+  }
+  for (const SharedTraffic& traffic : kernel.shared_traffic) {
+    bytes[static_cast<std::size_t>(traffic.use)] += traffic.bytes;
+  }
+  return bytes;
+}
+
 void require_fit(const Kernel& kernel, const Device& device) {
   const Account a = account(kernel, device);
   if (!a.overflows.empty()) {

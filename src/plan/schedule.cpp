@@ -168,7 +168,10 @@ class Simulation {
     running.begin = time;
     running.add_done.resize(static_cast<std::size_t>(machine_.slack) + 1, time);
     running.compute_done = time + machine_.tile_cycles + step_cycles(running);
-    if (++heads_in_use_[tiles_[running.tile].unit] == 1) {
+    const WorkTile& tile = tiles_[running.tile];
+    if (++heads_in_use_[tile.unit] == 1) {
+      bytes_in_use_ += tile.unit_bytes;
+      result_.peak_bytes = std::max(result_.peak_bytes, bytes_in_use_);
       result_.peak_heads = std::max(result_.peak_heads, static_cast<double>(heads_in_use_.size()));
     }
     running_.push_back(std::move(running));
@@ -231,6 +234,7 @@ class Simulation {
     const auto in_use = heads_in_use_.find(tile.unit);
     if (--in_use->second == 0) {
       heads_in_use_.erase(in_use);
+      bytes_in_use_ -= tile.unit_bytes;
     }
     start_next(running.processor, time);
   }
@@ -244,6 +248,7 @@ class Simulation {
   std::map<std::int64_t, std::int64_t> next_turn_;
   std::map<std::int64_t, std::vector<std::size_t>> waiting_;
   std::map<std::int64_t, int> heads_in_use_;
+  double bytes_in_use_ = 0;
   std::vector<Running> running_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::int64_t num_events_ = 0;
@@ -299,11 +304,11 @@ Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& t
   return Simulation(problem, tiles, policy, machine).run();
 }
 
-double unit_bytes(const ScheduleProblem& problem) {
+double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv) {
   const auto d = static_cast<double>(problem.head_dim);
   const auto group = static_cast<double>(problem.heads_q) / static_cast<double>(problem.heads_kv);
-  return problem.backward ? group * static_cast<double>(problem.seqlen_q) * (2 * d + 2 * d + 4 * d)
-                          : static_cast<double>(problem.seqlen_kv) * 4 * d;
+  return problem.backward ? group * static_cast<double>(seqlen_q) * (2 * d + 2 * d + 4 * d)
+                          : static_cast<double>(seqlen_kv) * 4 * d;
 }
 
 }  // namespace flashgrad::plan

@@ -37,6 +37,7 @@ struct WorkTile {
   std::int64_t end = 0;
   std::int64_t slot = 0;
   std::int64_t steps = 0;
+  double unit_bytes = 0;  // of the tensors that the unit's tiles share
 };
 
 // How a launch order, a walk over the steps of a tile and the turns at dq go together.
@@ -96,6 +97,7 @@ struct Timeline {
   double idle = 0;      // shares of processors x makespan
   double waiting = 0;
   double peak_heads = 0;  // units in use at a time
+  double peak_bytes = 0;  // and their tensors
   bool deadlock = false;  // every processor waits for a tile that has not started
   std::vector<Interval> intervals;
   std::vector<double> add_times;  // of all steps, in the order of `tiles` and their walks
@@ -104,8 +106,12 @@ struct Timeline {
 Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& tiles,
                   const Policy& policy, const Machine& machine);
 
-// Bytes of a unit that its tiles share: q, dout and the f32 dq sums (backward), k and v (forward).
-double unit_bytes(const ScheduleProblem& problem);
+// Bytes that the tiles of a head share: q, dout and the f32 dq sums (backward), k and v (forward).
+double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv);
+
+// Heads whose such bytes fill the share of the L2 that the sm90 kernels give them (section_size in
+// bwd_launch.cu, units_per_section in fwd_launch.cu).
+std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes);
 
 // Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
 std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);

@@ -47,8 +47,15 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
       continue;  // it only writes zeros
     }
     WorkTile work;
-    // Of a packed batch each sequence has tensors of its own.
-    work.sequence = packed ? tile.q_block : tile.batch_index;
+    work.sequence = tile.batch_index;
+    std::int64_t seqlen_q = problem.seqlen_q;
+    std::int64_t seqlen_kv = problem.seqlen_kv;
+    if (packed) {
+      work.sequence = std::upper_bound(cu_kv.begin(), cu_kv.end(), tile.kv_row) - cu_kv.begin() - 1;
+      seqlen_q = problem.packed_q[static_cast<std::size_t>(work.sequence)];
+      seqlen_kv = problem.packed_kv[static_cast<std::size_t>(work.sequence)];
+    }
+    work.unit_bytes = unit_bytes(problem, seqlen_q, seqlen_kv);
     work.head = tile.head_kv;
     work.unit = work.sequence * problem.heads_kv + tile.head_kv;
     work.first_row = tile.kv_row;
@@ -62,20 +69,24 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
 }
 
 template <int kKeys>
-std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows,
-                                    std::int64_t section) {
+std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, std::int64_t section,
+                                    bool longest_first) {
   const bool packed = !problem.packed_q.empty();
-  // A unit of a packed batch is a head of all its sequences; ranks go through their tiles.
+  // A unit is a head of a batch entry, or of all sequences of a packed batch; work_item numbers the
+  // tiles of a unit by ranks.
   struct Part {
     std::int64_t sequence;
     std::int64_t block;
-    Band band;
+    std::int64_t seqlen_q;
+    std::int64_t seqlen_kv;
+    sm90::FwdBlocks keys;
   };
   std::vector<Part> parts;
   const auto add_parts = [&](std::int64_t sequence, std::int64_t seqlen_q, std::int64_t seqlen_kv) {
     const Band band = Band::of(problem.mask, seqlen_q, seqlen_kv);
     for (std::int64_t block = 0; block * rows < seqlen_q; ++block) {
-      parts.push_back({sequence, block, band});
+      parts.push_back({sequence, block, seqlen_q, seqlen_kv,
+                       sm90::key_blocks<kKeys>(band, block * rows, (block + 1) * rows)});
     }
   };
   if (packed) {
@@ -85,6 +96,11 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows,
   } else {
     add_parts(0, problem.seqlen_q, problem.seqlen_kv);
   }
+  const auto steps = [](const Part& part) { return part.keys.end - part.keys.begin; };
+  if (longest_first) {  // as fwd_prepare.cuh sorts a packed batch, and fwd_tile.cuh counts down
+    std::stable_sort(parts.begin(), parts.end(),
+                     [&](const Part& x, const Part& y) { return steps(x) > steps(y); });
+  }
   const std::int64_t units = (packed ? 1 : problem.batch) * problem.heads_q;
   const sm90::FwdOrder order = sm90::make_order(units, section);
   const auto per_unit = static_cast<std::uint32_t>(parts.size());
@@ -92,44 +108,46 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows,
   for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(units) * per_unit; ++i) {
     const auto [unit, rank] = sm90::work_item(order, per_unit, i);
     const Part& part = parts[rank];
-    const sm90::FwdBlocks blocks =
-        sm90::key_blocks<kKeys>(part.band, part.block * rows, (part.block + 1) * rows);
+    if (steps(part) == 0) {
+      continue;
+    }
     WorkTile work;
     work.sequence = packed ? part.sequence : unit / problem.heads_q;
     work.head = unit % problem.heads_q;
     work.unit = work.sequence * problem.heads_q + work.head;
     work.first_row = part.block * rows;
-    work.begin = blocks.begin;
-    work.end = blocks.end;
-    work.steps = blocks.end - blocks.begin;
-    if (work.steps > 0) {
-      tiles.push_back(work);
-    }
+    work.begin = part.keys.begin;
+    work.end = part.keys.end;
+    work.steps = steps(part);
+    work.unit_bytes = unit_bytes(problem, part.seqlen_q, part.seqlen_kv);
+    tiles.push_back(work);
   }
   return tiles;
 }
 
-std::vector<WorkTile> kernel_order(const ScheduleProblem& problem, const TileSize& tile,
-                                   std::int64_t section) {
-  if (problem.backward) {
-    if (tile.cluster == 2 && tile.keys == 128) {
-      return backward_tiles<128, 2>(problem, section);
-    }
-    if (tile.cluster == 1 && tile.keys == 128) {
-      return backward_tiles<128, 1>(problem, section);
-    }
-    if (tile.cluster == 1 && tile.keys == 256) {
-      return backward_tiles<256, 1>(problem, section);
-    }
-    throw std::invalid_argument("backward tiles have 128 keys, a cluster of two of them, or 256");
+std::vector<WorkTile> backward_order(const ScheduleProblem& problem, const TileSize& tile,
+                                     std::int64_t section) {
+  if (tile.cluster == 2 && tile.keys == 128) {
+    return backward_tiles<128, 2>(problem, section);
   }
+  if (tile.cluster == 1 && tile.keys == 128) {
+    return backward_tiles<128, 1>(problem, section);
+  }
+  if (tile.cluster == 1 && tile.keys == 256) {
+    return backward_tiles<256, 1>(problem, section);
+  }
+  throw std::invalid_argument("backward tiles have 128 keys, a cluster of two of them, or 256");
+}
+
+std::vector<WorkTile> forward_order(const ScheduleProblem& problem, const TileSize& tile,
+                                    std::int64_t section, bool longest_first) {
   switch (tile.keys) {
     case 80:
-      return forward_tiles<80>(problem, tile.rows, section);
+      return forward_tiles<80>(problem, tile.rows, section, longest_first);
     case 96:
-      return forward_tiles<96>(problem, tile.rows, section);
+      return forward_tiles<96>(problem, tile.rows, section, longest_first);
     case 128:
-      return forward_tiles<128>(problem, tile.rows, section);
+      return forward_tiles<128>(problem, tile.rows, section, longest_first);
     default:
       throw std::invalid_argument("forward steps have 80, 96 or 128 keys");
   }
@@ -156,7 +174,10 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
                                    const TileSize& tile) {
   const std::int64_t section = policy.swizzled ? problem.section : 1;
   const bool packed = !problem.packed_q.empty();
-  std::vector<WorkTile> tiles = kernel_order(problem, tile, section);
+  if (!problem.backward) {
+    return forward_order(problem, tile, section, policy.launch == Policy::Launch::kLongestFirst);
+  }
+  std::vector<WorkTile> tiles = backward_order(problem, tile, section);
   switch (policy.launch) {
     case Policy::Launch::kNatural:
       break;
@@ -168,6 +189,13 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
       break;
   }
   return tiles;
+}
+
+std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes) {
+  const double share = problem.backward ? 8.0 / 15 : 1.0 / 2;
+  return std::max<std::int64_t>(
+      1, static_cast<std::int64_t>(l2_bytes * share /
+                                   unit_bytes(problem, problem.seqlen_q, problem.seqlen_kv)));
 }
 
 }  // namespace flashgrad::plan

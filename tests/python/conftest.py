@@ -18,3 +18,5 @@ if "FLASHGRAD_LIBRARY" in os.environ:
         filter(None, [str(_ROOT / "python"), os.environ.get("PYTHONPATH")])
     )
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+# So that JAX leaves memory of a GPU to PyTorch.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

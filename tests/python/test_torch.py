@@ -176,11 +176,17 @@ def test_expanded_dout_is_read_in_place():
         close(a, b)
 
 
-def test_planned_calls_match_the_operators():
+@pytest.mark.parametrize("layout", ["compact", "heads first"])
+@pytest.mark.parametrize("expanded", [False, True])
+def test_planned_calls_match_the_operators(layout, expanded):
     inputs = qkv(seqlen_q=11)
+    if layout == "heads first":
+        inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     for seed in range(3):  # the first makes the plan, the others use it
         q, k, v = inputs = [x.detach() + seed for x in inputs]
         dout, dlse = tensors((2, 11, 4, 8), (2, 4, 11), seed=seed, requires_grad=False)
+        if expanded:
+            dout, dlse = dout[:, :, :, :1].expand(2, 11, 4, 8), dlse[0, 0, 0].expand(2, 4, 11)
         want = FORWARD(q, k, v, *options())
         for needs in ((True, True, True, False), (False, True, False, False)):
             for cotangents in ((dout, None), (None, dlse), (dout, dlse)):

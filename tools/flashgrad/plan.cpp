@@ -8,6 +8,7 @@
 
 #include "plan/device.hpp"
 #include "plan/schedule.hpp"
+#include "plan/simulator.hpp"
 #include "plan_commands.hpp"
 #include "text.hpp"
 
@@ -65,8 +66,8 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
       ->type_name("NAME")
       ->capture_default_str();
   roofline
-      ->add_option("--kernel", arguments.kernel,
-                   "One kernel, in detail; hopper-backward: the best tiles for --head-dim")
+      ->add_option("--kernel", arguments.kernels,
+                   "In detail, one or several; hopper-backward: the best tiles for --head-dim")
       ->type_name("NAME");
   roofline->add_option("--head-dim", arguments.head_dim, "Of hopper-backward")
       ->type_name("N")
@@ -78,7 +79,7 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
       ->add_flag("--generations", arguments.generations,
                  "FlashAttention 1 to 4 on each device: what binds")
       ->disable_flag_override();
-  add_outputs(*roofline, arguments, false);
+  add_outputs(*roofline, arguments, true);
 }
 
 void add_memory(CLI::App& app, PlanArguments& arguments) {
@@ -169,6 +170,49 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
   add_outputs(*schedule, arguments, true);
 }
 
+void add_simulate(CLI::App& app, PlanArguments& arguments) {
+  CLI::App* simulate = app.add_subcommand(
+      "simulate", "Run a backward kernel's tile program with real numbers and find its faults");
+  std::string names;
+  for (const plan::ProgramChoice& program : plan::programs()) {
+    names += (names.empty() ? "" : ", ") + std::string(program.name);
+  }
+  simulate->add_option("--program", arguments.program, names)
+      ->type_name("NAME")
+      ->capture_default_str();
+  simulate->add_option("--queries", arguments.queries, "Rows of q")
+      ->type_name("N")
+      ->check(CLI::Range(128, 8192))
+      ->capture_default_str();
+  simulate->add_option("--keys", arguments.keys, "Rows of k")
+      ->type_name("N")
+      ->check(CLI::Range(128, 8192))
+      ->capture_default_str();
+  simulate->add_flag("--causal", arguments.causal, "A row sees the keys up to its own")
+      ->disable_flag_override();
+  simulate->add_option("--seed", arguments.seed, "Of the order of events that no barrier orders")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  simulate
+      ->add_option("--drop-wait", arguments.drop_wait,
+                   "Leave out a wait; any other text lists the waits")
+      ->type_name("ROLE/CTA/BARRIER");
+  add_outputs(*simulate, arguments, false);
+}
+
+void add_predict(CLI::App& app, PlanArguments& arguments) {
+  CLI::App* predict =
+      app.add_subcommand("predict", "Predicted against measured times of benchmarks/results");
+  predict
+      ->add_option(
+          "--results", arguments.results,
+          "Files of `flashgrad bench`, benchmarks/peers.py --suite speed, or the GPU programs")
+      ->required()
+      ->type_name("FILE");
+  add_outputs(*predict, arguments, false);
+}
+
 void write_file(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary);
   file << text;
@@ -187,19 +231,26 @@ void add_plan(CLI::App& app, PlanArguments& arguments) {
   add_roofline(*plan, arguments);
   add_memory(*plan, arguments);
   add_schedule(*plan, arguments);
+  add_simulate(*plan, arguments);
+  add_predict(*plan, arguments);
 }
 
 int plan_command(CLI::App& app, const PlanArguments& arguments) {
   const CLI::App& plan = *app.get_subcommand("plan");
   nlohmann::ordered_json result;
   std::string svg;
+  bool ok = true;
   try {
     if (plan.got_subcommand("roofline")) {
-      result = plan_roofline(arguments);
+      result = plan_roofline(arguments, &svg);
     } else if (plan.got_subcommand("memory")) {
       result = plan_memory(arguments);
-    } else {
+    } else if (plan.got_subcommand("schedule")) {
       result = plan_schedule(arguments, &svg);
+    } else if (plan.got_subcommand("predict")) {
+      result = plan_predict(arguments);
+    } else {
+      result = plan_simulate(arguments, &ok);
     }
   } catch (const std::invalid_argument& error) {
     throw Error(printable(error.what(), 1000));
@@ -208,9 +259,12 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
     write_file(arguments.json, result.dump(1) + "\n");
   }
   if (!arguments.svg.empty()) {
+    if (svg.empty()) {
+      throw Error("--svg: there is no picture of this");
+    }
     write_file(arguments.svg, svg);
   }
-  return kExitOk;
+  return ok ? kExitOk : kExitCheckFailed;
 }
 
 }  // namespace flashgrad::tool

@@ -13,7 +13,7 @@ struct PlanArguments {
   std::string json;  // file for the numbers; empty: none
   std::string svg;   // file for the picture; empty: none
   std::string device = "h200";
-  std::string kernel;
+  std::vector<std::string> kernels;
   bool sources = false;
   bool generations = false;
   int head_dim = 128;
@@ -42,6 +42,14 @@ struct PlanArguments {
   int slack = 1;
   double jitter = 0.1;
   double spread = 0.02;
+
+  std::vector<std::string> results;
+
+  std::string program = "fa4-2cta";
+  std::string drop_wait;
+  int queries = 512;
+  int keys = 512;
+  int seed = 1;
 };
 
 void add_plan(CLI::App& app, PlanArguments& arguments);

@@ -9,9 +9,15 @@
 
 namespace flashgrad::tool {
 
-nlohmann::ordered_json plan_roofline(const PlanArguments& arguments);
+// `svg` becomes the picture of what is shown.
+nlohmann::ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg);
 nlohmann::ordered_json plan_memory(const PlanArguments& arguments);
-// `svg` becomes the picture of the order that is shown.
+// Of the fastest order that is shown.
 nlohmann::ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg);
+
+// `ok`: no faults, gradients within their bounds, bytes as the account has them.
+nlohmann::ordered_json plan_simulate(const PlanArguments& arguments, bool* ok);
+
+nlohmann::ordered_json plan_predict(const PlanArguments& arguments);
 
 }  // namespace flashgrad::tool

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <string>
+#include <vector>
 
 #include "peak.hpp"
 #include "plan/account.hpp"
@@ -165,7 +167,7 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
 }
 
 // The tiles that fit, with and without a cluster, and what the cluster buys.
-ordered_json search(const plan::Device& device, int head_dim) {
+ordered_json search(const plan::Device& device, int head_dim, std::string* svg) {
   constexpr std::size_t kShown = 4;
   print_out(
       fmt::format("backward at head_dim {} on {}: tiles that fit, the fastest first\n{:<34}"
@@ -173,8 +175,10 @@ ordered_json search(const plan::Device& device, int head_dim) {
                   head_dim, device.name, ""));
   ordered_json rows = ordered_json::array();
   double best[2] = {0, 0};
+  std::vector<plan::Kernel> winners;
   for (const int cluster : {1, 2}) {
     const std::vector<plan::Kernel> found = plan::search_hopper_backward(device, head_dim, cluster);
+    winners.insert(winners.end(), found.begin(), found.begin() + (found.empty() ? 0 : 1));
     for (std::size_t i = 0; i < std::min(kShown, found.size()); ++i) {
       const plan::Account a = plan::account(found[i], device);
       const double cost = 1024 * a.bound / found[i].exponentials();
@@ -184,6 +188,7 @@ ordered_json search(const plan::Device& device, int head_dim) {
       rows.push_back(to_json(found[i], a));
     }
   }
+  *svg = plan::bars_svg(winners, device);
   if (best[0] > 0 && best[1] > 0) {
     print_out(fmt::format("a 2-CTA cluster: {:+.1f} % speed\n", 100 * (best[0] / best[1] - 1)));
   }
@@ -203,7 +208,7 @@ ordered_json print_plan(const char* name, const plan::MemoryPlan& plan) {
 
 }  // namespace
 
-ordered_json plan_roofline(const PlanArguments& arguments) {
+ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   if (arguments.generations) {
     return generations();
   }
@@ -214,11 +219,18 @@ ordered_json plan_roofline(const PlanArguments& arguments) {
   if (arguments.sources) {
     return sources(device);
   }
-  if (arguments.kernel == "hopper-backward") {
-    return search(device, arguments.head_dim);
+  if (arguments.kernels == std::vector<std::string>{"hopper-backward"}) {
+    return search(device, arguments.head_dim, svg);
   }
-  if (!arguments.kernel.empty()) {
-    return one_kernel(plan::find_kernel(arguments.kernel), device);
+  if (!arguments.kernels.empty()) {
+    std::vector<plan::Kernel> kernels;
+    ordered_json rows = ordered_json::array();
+    for (const std::string& name : arguments.kernels) {
+      kernels.push_back(plan::find_kernel(name));
+      rows.push_back(one_kernel(kernels.back(), device));
+    }
+    *svg = plan::bars_svg(kernels, device);
+    return {{"device", device.name}, {"kernels", rows}};
   }
   print_out(fmt::format("{}: cycles of one CTA for a tile of queries x keys\n{}", device.name,
                         table_header()));
@@ -228,6 +240,7 @@ ordered_json plan_roofline(const PlanArguments& arguments) {
     print_out(table_row(kernel.name, a));
     rows.push_back(to_json(kernel, a));
   }
+  *svg = plan::bars_svg(plan::kernels(), device);
   return {{"device", device.name}, {"kernels", rows}};
 }
 

@@ -45,12 +45,6 @@ Scheduled scheduled_kernel(const PlanArguments& arguments, const plan::Device& d
           blackwell ? 2.0 : 1.0};
 }
 
-// Heads whose tensors fill the share of the L2 that the sm90 kernels give them (bwd_launch.cu).
-std::int64_t heads_in_l2(const plan::ScheduleProblem& problem, const plan::Device& device) {
-  return std::max<std::int64_t>(
-      1, static_cast<std::int64_t>(device.l2_bytes * 8 / 15 / plan::unit_bytes(problem)));
-}
-
 struct Run {
   const plan::Policy* policy;
   plan::Timeline timeline;
@@ -121,7 +115,8 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
     }
     problem.seqlen_kv = problem.seqlen_q;
   }
-  problem.section = arguments.section > 0 ? arguments.section : heads_in_l2(problem, device);
+  problem.section =
+      arguments.section > 0 ? arguments.section : plan::heads_in_l2(problem, device.l2_bytes);
   if (problem.seqlen_q / 64 * (problem.seqlen_kv / 128) * problem.heads_q * problem.batch >
       kMaxSteps) {
     throw Error(fmt::format("more than {} steps; take fewer heads or tokens", kMaxSteps));
@@ -174,8 +169,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
       print_out(fmt::format("  {:<24} {:>9.0f} {:>5.1f}% {:>5.1f}% {:>7.1f}% {:>9}  {}\n",
                             run.policy->name, t.makespan / 1000,
                             100 * runs.front().timeline.makespan / t.makespan, 100 * t.idle,
-                            100 * t.waiting, format_bytes(t.peak_heads * plan::unit_bytes(problem)),
-                            run.policy->description));
+                            100 * t.waiting, format_bytes(t.peak_bytes), run.policy->description));
     }
     rows.push_back({{"order", run.policy->name},
                     {"deadlock", t.deadlock},
@@ -183,7 +177,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
                     {"idle", t.idle},
                     {"waiting", t.waiting},
                     {"peak_heads", t.peak_heads},
-                    {"bytes_in_use", t.peak_heads * plan::unit_bytes(problem)}});
+                    {"bytes_in_use", t.peak_bytes}});
   }
   *svg = plan::gantt_svg(runs.front().timeline,
                          fmt::format("{}, {}", arguments.pass, runs.front().policy->name));

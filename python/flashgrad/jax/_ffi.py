@@ -77,11 +77,10 @@ def call(
 def varying_axes(arrays: Iterable[Any]) -> frozenset[str]:
     """The mesh axes of an enclosing ``shard_map`` along which one of the arrays differs."""
     axes: frozenset[str] = frozenset()
-    if hasattr(jax, "typeof"):  # shard_map keeps no account of them in an older JAX
-        for x in arrays:
-            of_x = jax.typeof(x)
-            # JAX 0.10 moved them from one attribute to the other.
-            axes |= of_x.mat.varying if hasattr(of_x, "mat") else getattr(of_x, "vma", axes)
+    for x in arrays:
+        of_x = jax.typeof(x)
+        # JAX 0.10 moved them from one attribute to the other.
+        axes |= of_x.mat.varying if hasattr(of_x, "mat") else of_x.vma
     return axes
 
 

@@ -27,8 +27,6 @@ _OPTIONS = (
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
 _NUM_LENGTHS = 6  # those of the options that are tensors
-# So many elements of a gradient are copied to make it compact, for the sake of a plan.
-_FEW_ELEMENTS = 4096
 
 _library = torch.library.Library("flashgrad", "DEF")
 _library.define(
@@ -169,21 +167,24 @@ def _keys(*names: str) -> int:
 
 
 # The dispatch keys of a thread in no mode, and of plain tensors on the devices of the backends.
-_PLAIN_THREAD = _keys("BackendSelect", "ADInplaceOrView")
-_PLAIN_TENSORS = frozenset(
-    _keys(device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}")
-    for device in ("CPU", "CUDA")
-)
+_PLAIN_THREAD, _PLAIN_TENSORS = None, frozenset()
+if hasattr(torch._C.DispatchKeySet, "raw_repr"):  # an older PyTorch always takes the dispatcher
+    _PLAIN_THREAD = _keys("BackendSelect", "ADInplaceOrView")
+    _PLAIN_TENSORS = frozenset(
+        _keys(device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}")
+        for device in ("CPU", "CUDA")
+    )
 
 
 def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether autograd is all that the dispatcher would do before the kernel.
+    """Whether autograd and autocast are all that the dispatcher would do before the kernel.
 
     Then it is left out, which halves the overhead of a small call. No mode, transform or tracer is
-    active, autocast is off, and the tensors are neither subclasses nor lazily negated.
+    active, and the tensors are neither subclasses nor lazily negated.
     """
     if (
-        torch.compiler.is_compiling()
+        _PLAIN_THREAD is None
+        or torch.compiler.is_compiling()
         or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_THREAD
         or torch._C._dispatch_keys(q).raw_repr() not in _PLAIN_TENSORS
     ):
@@ -191,7 +192,16 @@ def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
     for x in others:
         if x is not None and torch._C._dispatch_keys(x).raw_repr() not in _PLAIN_TENSORS:
             return False
-    return not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
+    return True
+
+
+def _is_cast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether autocast has nothing to change in q, k and v."""
+    device_type = "cuda" if q.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(device_type):
+        return True
+    dtype = torch.get_autocast_dtype(device_type)
+    return q.dtype == dtype and k.dtype == dtype and v.dtype == dtype
 
 
 class _Forward(torch.autograd.Function):
@@ -234,35 +244,18 @@ class _Forward(torch.autograd.Function):
             options = (sinks, *ctx.options)
             gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
         elif ctx.direct and _is_ordinary(dlse if dout is None else dout, dlse):
-            gradients = None
             if ctx.plan is not None:
-                gradients = _planned_gradients(ctx.plan, dout, dlse, saved[:5], needs[:3])
-            if gradients is None:
-                options = (sinks, *ctx.options)
-                gradients = _gradients(dout, dlse, q, k, v, out, lse, options, needs)
+                gradients = ctx.plan.backward(dout, dlse, saved[:5], needs[:3])
+                if gradients is not None:
+                    return None, None, *gradients, None, None
+            options = (sinks, *ctx.options)
+            gradients = _gradients(dout, dlse, q, k, v, out, lse, options, needs)
             return None, None, *gradients, None
         else:
             options = (sinks, *ctx.options)
             with torch._C._AutoDispatchBelowAutograd():
                 gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
         return None, None, *(g if need else None for g, need in zip(gradients, needs)), None
-
-
-def _planned_gradients(
-    plan: Plan, dout: Any, dlse: Any, saved: tuple[torch.Tensor, ...], needs: tuple[bool, ...]
-) -> list[torch.Tensor | None] | None:
-    """dq, dk, dv and no dsinks; None if a tensor is not compact."""
-    compact = []
-    for x in (dout, dlse):
-        if x is not None and not x.is_contiguous():
-            if x.numel() > _FEW_ELEMENTS:
-                return None
-            x = x.contiguous()
-        compact.append(x)
-    for x in saved:  # hooks on saved tensors may have replaced them
-        if not (x.is_contiguous() and x.is_cpu):
-            return None
-    return [*plan.backward(*compact, saved, needs), None]
 
 
 class _Backward(torch.autograd.Function):
@@ -356,7 +349,7 @@ def attention(
         window_left, window_right, top_left, scale, softcap,
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    if _is_ordinary(q, k, v, sinks):
+    if _is_ordinary(q, k, v, sinks) and _is_cast(q, k, v):
         plan = None
         if sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None:
             plan = find(q, k, v, options, _make_plan)

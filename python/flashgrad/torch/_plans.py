@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on compact CPU tensors, prepared once for their shapes and options.
+"""Calls prepared once for their tensors' shapes, strides and options.
 
 In a small call the library takes less time than what leads to it. A plan keeps what depends on
-shapes and options alone, the C structs and the answer of fg_workspace_size, so that a call like an
+neither data nor address, the C structs and the answer of fg_workspace_size, so that a call like an
 earlier one only sets its tensors' addresses.
 """
 
@@ -13,31 +13,38 @@ from typing import Any
 
 import torch
 
-from .._call import DATA_WORD, SLOT, Call
+from .._call import CPU, CUDA, DATA_WORD, SLOT, Call
 from .._library import BACKWARD, FORWARD, WORKSPACE_TOO_SMALL, library
 
 # A program has few shapes; one whose shapes keep changing must not keep them all.
 _MAX_PLANS = 64
-# A workspace up to this size stays with its plan, a larger one comes from PyTorch's allocator.
+# On the CPU a workspace up to this size stays with its plan. A larger one comes from PyTorch's
+# allocator, and so does any on a GPU, where the call's stream owns it.
 _KEPT_WORKSPACE_BYTES = 1 << 17
 
 _FORWARD_NAMES = ("q", "k", "v", "out", "lse")
-_BACKWARD_NAMES = ("dout", "dlse", "dq", "dk", "dv")
+_BACKWARD_NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
 
 
 class _PreparedCall:
     """One of the calls of a plan, for one thread at a time."""
 
-    __slots__ = ("call", "data_words", "num_bytes", "options", "which", "words", "workspace")
+    __slots__ = (
+        "call", "data_words", "device", "num_bytes", "options", "which", "words", "workspace"
+    )  # fmt: skip
 
     def __init__(
-        self, which: int, names: Sequence[str], tensors: Sequence[torch.Tensor], options: bytes
+        self, which: int, names: Sequence[str], tensors: Sequence[Any], options: bytes
     ) -> None:
         self.which, self.options = which, options
+        self.device = device = tensors[0].device
+        dlpack_device = (CUDA, device.index) if device.type == "cuda" else (CPU, 0)
         self.call = Call()
         for name, x in zip(names, tensors):
-            code = 4 if x.dtype == torch.bfloat16 else 2  # kDLBfloat, kDLFloat
-            self.call.add_shape(SLOT[name], x.shape, code, 8 * x.itemsize)
+            if x is not None:
+                code = 4 if x.dtype == torch.bfloat16 else 2  # kDLBfloat, kDLFloat
+                bits = 8 * x.itemsize
+                self.call.add_shape(SLOT[name], x.shape, code, bits, x.stride(), dlpack_device)
         self.words = self.call.words()
         self.data_words = [DATA_WORD[SLOT[name]] for name in names]
         self.prepare()
@@ -45,25 +52,29 @@ class _PreparedCall:
     def prepare(self) -> None:
         self.num_bytes = self.call.prepare(self.which, self.options)
         self.workspace = None
-        if self.num_bytes <= _KEPT_WORKSPACE_BYTES:
-            self.workspace = torch.empty(self.num_bytes, dtype=torch.uint8)
+        if self.device.type == "cpu" and self.num_bytes <= _KEPT_WORKSPACE_BYTES:
+            self.workspace = self.new_workspace()
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    def new_workspace(self) -> torch.Tensor:
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+
+    def run(self, tensors: Sequence[Any], stream: int) -> None:
         words = self.words
         for index, x in zip(self.data_words, tensors):
-            words[index] = x.data_ptr()
-        status = self.launch()
+            if x is not None:
+                words[index] = x.data_ptr()
+        status = self.launch(stream)
         if status == WORKSPACE_TOO_SMALL:  # the backend was changed since
             self.prepare()
-            status = self.launch()
+            status = self.launch(stream)
         if status:
             raise library().error(status)
 
-    def launch(self) -> int:
+    def launch(self, stream: int) -> int:
         workspace = self.workspace
         if workspace is None:
-            workspace = torch.empty(self.num_bytes, dtype=torch.uint8)
-        return self.call.try_launch(self.which, workspace.data_ptr(), self.num_bytes, 0)
+            workspace = self.new_workspace()
+        return self.call.try_launch(self.which, workspace.data_ptr(), self.num_bytes, stream)
 
 
 _plans: dict[Any, Plan] = {}
@@ -80,18 +91,19 @@ def find(
 
     ``options`` are what else determines the call; ``make(q, v, options)`` makes a plan.
     """
-    if not (
-        q.is_cpu and k.is_cpu and v.is_cpu
-        and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    ):  # fmt: skip
-        return None
     key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options, torch.get_num_threads()
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), options, torch.get_num_threads(),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if q.ndim != 4 or v.ndim != 4:
-            return None  # the library says why not
+        # Other ranks and mixed devices the library refuses, other strides are copied first.
+        if not (
+            q.ndim == k.ndim == v.ndim == 4
+            and q.device == k.device == v.device
+            and all(x.stride(-1) == 1 for x in (q, k, v))
+        ):
+            return None
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         plan = _plans[key] = make(q, v, options)
@@ -101,49 +113,64 @@ def find(
 class Plan:
     """Forward and backward of fixed-length tensors without sinks and lengths."""
 
-    __slots__ = ("_idle", "_options", "_results")
+    __slots__ = ("_idle", "_lse", "_on_gpu", "_options", "_out")
 
-    def __init__(self, results: Any, options: bytes) -> None:
-        # Shape and dtype of out and lse.
-        self._results = [(x.shape, x.dtype) for x in results]
+    def __init__(self, results: Sequence[torch.Tensor], options: bytes) -> None:
+        # Like out and lse, of one element: torch.empty_like is quicker than torch.empty.
+        self._out, self._lse = (x.new_empty(1).expand(x.shape) for x in results)
+        self._on_gpu = results[0].is_cuda
         self._options = options
-        # By the tensors that they take: the prepared calls that no thread is using.
-        self._idle: dict[tuple[bool, ...], list[_PreparedCall]] = {}
+        # By pass and the strides of its tensors: the prepared calls that no thread is using.
+        self._idle: dict[Any, list[_PreparedCall]] = {}
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse."""
-        (out_shape, out_dtype), (lse_shape, lse_dtype) = self._results
-        out = torch.empty(out_shape, dtype=out_dtype)
-        lse = torch.empty(lse_shape, dtype=lse_dtype)
-        self._run(FORWARD, (), (q, k, v, out, lse))
+        out = torch.empty_like(self._out, memory_format=torch.contiguous_format)
+        lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
+        self._run(FORWARD, None, (q, k, v, out, lse))
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor | None,
-        dlse: torch.Tensor | None,
-        saved: tuple[torch.Tensor, ...],
-        needs: tuple[bool, ...],
-    ) -> list[torch.Tensor | None]:
-        """dq, dk and dv of the saved q, k, v, out, lse; None where it is not needed."""
-        gradients = [torch.empty_like(x) if need else None for x, need in zip(saved, needs)]
-        tensors = list(saved)
-        tensors += [x for x in (dout, dlse) if x is not None]
-        tensors += [x for x in gradients if x is not None]
-        self._run(BACKWARD, (dout is not None, dlse is not None, *needs), tensors)
+        self, dout: Any, dlse: Any, saved: Sequence[torch.Tensor], needs: tuple[bool, ...]
+    ) -> list[torch.Tensor | None] | None:
+        """dq, dk and dv of the saved q, k, v, out and lse, None where it is not needed.
+
+        None instead of the list: a tensor has to be copied first.
+        """
+        key: list[Any] = [needs]
+        for x in saved:  # hooks on saved tensors may have given them other strides
+            strides = x.stride()
+            if strides[-1] != 1:
+                return None
+            key.append(strides)
+        for x in (dout, dlse):
+            if x is None:
+                key.append(None)
+            else:
+                strides = x.stride()
+                if strides[-1] > 1:
+                    return None
+                key.append(strides)
+        gradients = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+            for x, need in zip(saved, needs)
+        ]
+        self._run(BACKWARD, tuple(key), (*saved, dout, dlse, *gradients))
         return gradients
 
-    def _run(self, which: int, given: tuple[bool, ...], tensors: Sequence[torch.Tensor]) -> None:
-        """``given``: which of _BACKWARD_NAMES follow q, k, v, out and lse in ``tensors``."""
-        idle = self._idle.get(given)
+    def _run(self, which: int, key: Any, tensors: Sequence[Any]) -> None:
+        idle = self._idle.get(key)
         if idle is None:
-            idle = self._idle[given] = []
+            idle = self._idle[key] = []
         try:
             call = idle.pop()
         except IndexError:
-            names = [*_FORWARD_NAMES, *(n for n, x in zip(_BACKWARD_NAMES, given) if x)]
+            names = _FORWARD_NAMES if which == FORWARD else _BACKWARD_NAMES
             call = _PreparedCall(which, names, tensors, self._options)
-        call.run(tensors)
+        stream = 0
+        if self._on_gpu:
+            stream = torch.cuda.current_stream(tensors[0].device).cuda_stream
+        call.run(tensors, stream)
         idle.append(call)

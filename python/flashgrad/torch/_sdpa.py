@@ -10,6 +10,7 @@ import torch
 from ._masks import band_attention, read_mask
 from ._ops import attention
 
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -76,19 +77,15 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"flashgrad: key: {k.shape[1]} heads, want {q.shape[1]} (query's), or enable_gqa=True"
         )
-    options: dict[str, Any] = {"scale": scale}
-    if is_causal:
-        options.update(window_right=0, top_left=True)
-        out = _attend(q, k, v, options)
-    elif attn_mask is None:
-        out = _attend(q, k, v, options)
+    if attn_mask is None:
+        options = {"window_right": 0, "top_left": True} if is_causal else {}
+        out = _attend(q, k, v, {"scale": scale, **options})
     elif (top_left := _causal_bias(attn_mask, q, k)) is not None:
-        options.update(window_right=0, top_left=top_left)
-        out = _attend(q, k, v, options)
+        out = _attend(q, k, v, {"scale": scale, "window_right": 0, "top_left": top_left})
     else:
         band = read_mask(attn_mask, (*leading, q.shape[2], k.shape[2]), q.shape[0])
         out = band_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), band, **options
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), band, scale=scale
         ).transpose(1, 2)
     return out.reshape(*leading, *out.shape[-2:])
 

@@ -3,6 +3,9 @@
 // library loads where there is no driver.
 #include "cuda/common/device.hpp"
 
+#include <array>
+#include <mutex>
+
 namespace flashgrad::cuda {
 
 Status check(cudaError_t error, const char* what) {
@@ -30,7 +33,9 @@ int device_count(std::string* reason) {
   return count;
 }
 
-Status device_properties(int device, DeviceProperties* properties) {
+namespace {
+
+Status query_properties(int device, DeviceProperties* properties) {
   int major = 0;
   int minor = 0;
   FG_RETURN_IF_ERROR(
@@ -45,6 +50,28 @@ Status device_properties(int device, DeviceProperties* properties) {
                            "multiprocessor count"));
   return check(cudaDeviceGetAttribute(&properties->l2_bytes, cudaDevAttrL2CacheSize, device),
                "L2 size");
+}
+
+// More devices than this are asked anew by every call.
+constexpr int kMaxRemembered = 64;
+
+struct Remembered {
+  std::once_flag once;
+  Status status;
+  DeviceProperties properties;
+};
+
+}  // namespace
+
+Status device_properties(int device, DeviceProperties* properties) {
+  if (device < 0 || device >= kMaxRemembered) {
+    return query_properties(device, properties);
+  }
+  static std::array<Remembered, kMaxRemembered> remembered;
+  Remembered& known = remembered[static_cast<std::size_t>(device)];
+  std::call_once(known.once, [&] { known.status = query_properties(device, &known.properties); });
+  *properties = known.properties;
+  return known.status;
 }
 
 std::string device_name(int device) {

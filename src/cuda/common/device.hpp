@@ -22,6 +22,7 @@ Status check(cudaError_t error, const char* what);
 // The number of devices; 0 without a driver or a GPU. `reason`, if not null, says why it is 0.
 int device_count(std::string* reason);
 
+// Asked of the runtime once per device.
 Status device_properties(int device, DeviceProperties* properties);
 
 // "NVIDIA H200". Takes milliseconds.

@@ -83,4 +83,19 @@ __device__ __forceinline__ void reduce_add(float* address, float a, float b, flo
                : "memory");
 }
 
+// 16 bytes that other threads or this one have added to: past the L1.
+__device__ __forceinline__ float4 load_sum(const float* address) {
+  float4 value;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_sum(float* address, float a, float b, float c, float d) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 }  // namespace flashgrad::ptx

@@ -68,6 +68,33 @@ __device__ __forceinline__ void grid_dependency_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// PTX ISA, "ld", "st": 32-bit values by which CTAs signal to each other through global memory.
+__device__ __forceinline__ std::uint32_t load_relaxed(const std::uint32_t* address) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* address) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(std::uint32_t* address, std::uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// The word at the same offset `address` in the shared memory of CTA `cta` of the cluster.
+__device__ __forceinline__ std::uint32_t load_from_cta(std::uint32_t address, std::uint32_t cta) {
+  std::uint32_t value;
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.u32 %0, [remote];\n}"
+      : "=r"(value)
+      : "r"(address), "r"(cta)
+      : "memory");
+  return value;
+}
+
 // Keeps registers where they are: the compiler may not move their computation across this point.
 template <class T, int kCount>
 __device__ __forceinline__ void pin(T (&registers)[kCount]) {

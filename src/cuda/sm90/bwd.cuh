@@ -34,7 +34,7 @@
 //   peer_ds_empty 4; dq warps of the peer, after (7) -> loader; step
 //   *_landing     1; loader -> loader, for tiles with rows to clear; each such tile
 //   done          4; dq warps, after the last (7) -> consumers, which then reuse K's memory; once
-// Named barriers: 1, 2 the token of each consumer; 3, 4 each consumer's epilogue.
+// Named barriers: 1, 2 the token of each consumer; 3, 4 each consumer's epilogue; 5 the dq warps'.
 #pragma once
 
 #include "cuda/sm90/bwd_consumer.cuh"
@@ -48,7 +48,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
                                               const __grid_constant__ BwdParams p) {
   constexpr BwdConfig C = kBwdConfigs[static_cast<int>(kVariant)];
   static_assert(C.valid(), "tiles, stages and registers must fit an SM");
-  static_assert(sizeof(KeyTile) <= BwdConfig::kInfoBytes, "KeyTile outgrew its place");
+  static_assert(sizeof(KeyTile) <= BwdConfig::kInfoBytes - 4, "KeyTile outgrew its place");
   extern __shared__ std::uint8_t dynamic_shared[];
   const std::uint32_t start = ptx::shared_address(dynamic_shared);
   const std::uint32_t base =
@@ -56,16 +56,31 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   const BwdShared<C> shared{base};
   KeyTile& tile = *reinterpret_cast<KeyTile*>(dynamic_shared + (base - start) + C.info_offset());
   const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
+  const unsigned rank = C.cluster == 2 ? blockIdx.x % 2 : 0;
+  const std::uint32_t ticket = base + C.ticket_offset();
   if (threadIdx.x == 0) {
     shared.init_barriers();
   } else if (threadIdx.x == 128) {
-    tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);
+    if constexpr (!C.ordered) {
+      tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);
+    } else if (rank == 0) {
+      ptx::grid_dependency_wait();
+      ptx::store_shared(ticket, atomicAdd(p.order.ticket, 1U));
+    }
   }
   __syncthreads();
   if constexpr (C.cluster == 2) {
     ptx::cluster_sync();
   }
+  if constexpr (C.ordered) {
+    if (threadIdx.x == 128) {
+      const std::uint32_t number = ptx::load_from_cta(ticket, 0);
+      tile = key_tile<C.block_n(), C.cluster, true>(p, number * C.cluster + rank);
+    }
+    __syncthreads();
+  }
   ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
   if (tile.num_steps == 0) {
     if (p.dk) {
       store_zeros(p.dk, tile, static_cast<int>(p.head_dim));
@@ -73,12 +88,14 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if (p.dv) {
       store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v));
     }
+    if constexpr (C.ordered && C.cluster == 2) {
+      ptx::cluster_sync();  // the ticket has been read
+    }
     return;
   }
   if (warpgroup == 0) {
     ptx::registers_decrease<C.dq_registers>();
-    const int rank = C.cluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
-    bwd_dq_role<C, T>(p, maps, tile, shared, rank);
+    bwd_dq_role<C, T>(p, maps, tile, shared, static_cast<int>(rank));
   } else {
     ptx::registers_increase<C.consumer_registers>();
     const int consumer = __shfl_sync(0xffffffffU, warpgroup - 1, 0);

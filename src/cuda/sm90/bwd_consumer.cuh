@@ -129,7 +129,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   }
   const int full_count = max(full_end - full_begin, 0);
   full_begin -= tile.m_begin;
-  int left = tile.m_end - 1 - tile.m_begin;
+  int left = (C.ordered ? tile.m_start : tile.m_end - 1) - tile.m_begin;
   int remaining = tile.num_steps;
   const auto block = [&]<int x>() {
   // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.

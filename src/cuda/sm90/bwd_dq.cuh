@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dq warpgroup of the backward's main kernel: its first warp issues the loads, all four make
-// (7) dQ = dS K and add it to the accumulators in global memory.
+// (7) dQ = dS K and add it to the accumulators in global memory; ordered variants in turns
+// (bwd_order.cuh).
 #pragma once
 
 #include "cuda/ptx/copy.cuh"
 #include "cuda/sm90/bwd_load.cuh"
+#include "cuda/sm90/bwd_order.cuh"
 #include "cuda/tile/fragment.hpp"
 #include "cuda/tile/gemm.cuh"
 
@@ -15,6 +17,13 @@ __device__ __forceinline__ void add_dq(float* accumulator, const float (&dq)[32]
 #pragma unroll
   for (int i = 0; i < 32; i += 4) {
     ptx::reduce_add(accumulator + i / 4 * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+  }
+}
+
+__device__ __forceinline__ void set_dq(float* accumulator, const float (&dq)[32]) {
+#pragma unroll
+  for (int i = 0; i < 32; i += 4) {
+    ptx::store_sum(accumulator + i / 4 * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
   }
 }
 
@@ -35,7 +44,8 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const bool loads = warp == 0;
   // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
   const KeyTile tile = shared_tile;
-  Loader<BwdShared<C>> loader(p, maps, tile, shared_tile.landing_parity, shared, rank, lane);
+  Loader<BwdShared<C>, C.ordered> loader(p, maps, tile, shared_tile.landing_parity, shared, rank,
+                                         lane);
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {
@@ -47,7 +57,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   }
   __syncwarp();
   ptx::mbarrier_wait(shared.k_full(), 0);
-  StepWalk walk(tile, static_cast<int>(p.group));
+  StepWalk<C.ordered> walk(tile, static_cast<int>(p.group));
+  Turn turn(tile);
+  const bool adds = p.dq_accumulator != nullptr;
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
     // Worked out where it is used: no registers to keep it through the products.
@@ -55,6 +67,25 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       return p.dq_accumulator +
              static_cast<std::int64_t>(walk.slot(p.rows, tile)) * (kBlockM * C.head_dim) +
              tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
+    };
+    const auto counter = [&] { return p.order.counters + 2 * walk.slot(p.rows, tile) + rank; };
+    std::uint32_t seen = 0;
+    bool nothing_yet = false;
+    if (C.ordered && adds) {
+      seen = ptx::load_relaxed(counter());
+    }
+    const auto add = [&](int box, bool first, const float(&dq)[32]) {
+      float* const at = accumulator() + box * 1024;
+      if constexpr (C.ordered) {
+        if (first) {
+          nothing_yet = wait_for_turn(counter(), turn.value, seen);
+        }
+        if (nothing_yet) {
+          set_dq(at, dq);
+          return;
+        }
+      }
+      add_dq(at, dq);
     };
     const bool loads_now = loads && step + kAhead <= tile.num_steps;
     if constexpr (C.cluster == 2) {
@@ -106,8 +137,8 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
         ptx::mbarrier_arrive(shared.ds_empty(stage));
         ptx::mbarrier_arrive_cluster(shared.peer_ds_empty(stage), other);
       }
-      if (p.dq_accumulator != nullptr) {
-        add_dq(accumulator() + rank * 1024, dq);
+      if (adds) {
+        add(rank, true, dq);
       }
     } else {
       // All keys of the CTA, 64 columns at a time.
@@ -144,15 +175,32 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
             ptx::mbarrier_arrive(shared.ds_empty(stage));
           }
         }
-        if (p.dq_accumulator != nullptr) {
-          add_dq(accumulator() + box * 1024, dq);
+        if (adds) {
+          add(box, box == 0, dq);
         }
       }
     }
+    if constexpr (C.ordered) {
+      if (adds) {
+        ptx::named_barrier_sync<128>(5);
+        if (warp == 3 && lane == 0) {
+          ptx::store_release(counter(), static_cast<std::uint32_t>(turn.value + 1));
+        }
+        __syncwarp();
+      }
+    }
     walk.advance();
+    if constexpr (C.ordered) {
+      turn.advance(walk, tile);
+    }
   }
   if (lane == 0) {
     ptx::mbarrier_arrive(shared.done());
+  }
+  if constexpr (C.ordered) {
+    if (adds) {
+      finish_dq<C, T>(p, shared_tile, rank, warp, lane);
+    }
   }
 }
 

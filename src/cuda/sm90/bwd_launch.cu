@@ -12,6 +12,7 @@
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_wide_launch.hpp"
+#include "cuda/sm90/key_tile.cuh"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -32,16 +33,20 @@ bool wants_cluster(const Problem& p) {
 constexpr int kMaxHeadDim = 256;
 
 // The number of the narrowest variant that serves the problem, with clusters only where they pay,
-// or -1: then bwd_wide_launch.hpp does.
-int find_variant(const Problem& p) {
+// or -1: then bwd_wide_launch.hpp does. Which ordered one depends on nothing that varies with the
+// batch.
+int find_variant(const Problem& p, bool ordered) {
   const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
   int found = -1;
   for (int i = 0; i < kNumVariants; ++i) {
     const BwdConfig& config = kBwdConfigs[i];
-    const bool serves = config.head_dim >= width && config.softcap == (p.softcap > 0) &&
-                        (config.cluster == 1 || wants_cluster(p));
-    if (serves && (found < 0 || (config.head_dim == kBwdConfigs[found].head_dim &&
-                                 config.cluster > kBwdConfigs[found].cluster))) {
+    if (config.head_dim < width || config.softcap != (p.softcap > 0) || config.ordered != ordered ||
+        (config.cluster > 1 && !p.deterministic && !wants_cluster(p))) {
+      continue;
+    }
+    if (found < 0 || config.head_dim < kBwdConfigs[found].head_dim ||
+        (config.head_dim == kBwdConfigs[found].head_dim &&
+         config.cluster > kBwdConfigs[found].cluster)) {
       found = i;
     }
   }
@@ -51,18 +56,18 @@ int find_variant(const Problem& p) {
 // Which kernels run.
 struct Plan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
-  bool separate_dq = false;  // by bwd_query: deterministic, nothing but dq, or a wide head without
-                             // room for dS
+  bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
   int padded_head_dim = 0;
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
+  [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
 };
 
 Plan make_plan(const Problem& p) {
   Plan plan;
-  plan.variant = find_variant(p);
+  plan.variant = find_variant(p, p.deterministic);
   plan.separate_dq =
-      p.wants_dq && (plan.variant < 0 || p.deterministic || !(p.wants_dk || p.wants_dv));
+      p.wants_dq && (plan.variant < 0 || (!plan.ordered() && !(p.wants_dk || p.wants_dv)));
   const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
   plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
                          : width <= 64                          ? 64
@@ -79,6 +84,8 @@ struct Layout {
   std::size_t unreadable = 0;
   std::size_t dsink_partial = 0;
   std::size_t dq_accumulator = 0;
+  std::size_t counters = 0;
+  std::size_t ticket = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
@@ -100,16 +107,28 @@ Layout make_layout(const Problem& p, const Plan& plan) {
   layout.dsink_partial = p.wants_dsinks ? take(blocks * 4) : 0;
   layout.dq_accumulator =
       plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
+  layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
+  layout.ticket = plan.ordered() ? take(4) : 0;
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
 
+bool hides_nothing(const BandMask& mask) {
+  return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
+}
+
 // Units (key heads) whose q, dout and dq stay in the L2 together. H200, causal: 32 MB of its 60 MB
-// measure best at 4k and 16k.
-std::int64_t section_size(const Problem& p, int l2_bytes) {
+// measure best at 4k and 16k. Ordered kernels wait less with twice as many.
+std::int64_t section_size(const Problem& p, bool waits, int l2_bytes) {
   const std::int64_t unit_bytes = p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
   return std::max<std::int64_t>(
-      1, l2_bytes * std::int64_t{8} / 15 / std::max<std::int64_t>(1, unit_bytes));
+      1, l2_bytes * std::int64_t{waits ? 16 : 8} / 15 / std::max<std::int64_t>(1, unit_bytes));
+}
+
+// The largest round of rotating tiles: all its clusters run at the same time, on at most half of
+// the device.
+int max_round(const Problem& p, int cluster, const cuda::DeviceProperties& device) {
+  return hides_nothing(p.mask) ? std::clamp(device.num_multiprocessors / (2 * cluster), 1, 32) : 0;
 }
 
 template <class Out>
@@ -163,7 +182,7 @@ Scales make_scales(const Problem& p) {
 }
 
 Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
-                float* dq_accumulator, int l2_bytes) {
+                float* dq_accumulator, const DqOrder& order, const cuda::DeviceProperties& device) {
   const int block_n = kBwdConfigs[plan.variant].block_n();
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
@@ -176,7 +195,8 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.num_kv_blocks =
       num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, block_n * cluster);
   params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
-  params.section = section_size(p, l2_bytes);
+  params.section = section_size(p, plan.ordered() && !hides_nothing(p.mask), device.l2_bytes);
+  params.section = std::min(params.section, params.num_units);
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
@@ -185,6 +205,20 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
   params.dq_accumulator = dq_accumulator;
+  if (plan.ordered()) {
+    params.order = order;
+    params.dq = p.wants_dq ? args.dq : Tensor{};
+    params.max_round = max_round(p, cluster, device);
+    if (params.max_round > 0) {
+      // A round whose size only the device knows lies inside of a unit's tiles.
+      params.round = p.packed || p.has_seqused_q || p.has_seqused_kv
+                         ? params.num_kv_blocks
+                         : rotation((p.seqlen_q + kBlockM - 1) / kBlockM, params.num_kv_blocks,
+                                    params.max_round)
+                               .round;
+      params.round = std::max<std::int64_t>(params.round, 1);
+    }
+  }
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
@@ -241,6 +275,15 @@ Status run(const Problem& p, const Args& args) {
   rows.unreadable = reinterpret_cast<std::int32_t*>(start + layout.unreadable);
   rows.dsink_partial = p.wants_dsinks ? at(layout.dsink_partial) : nullptr;
   float* const dq_accumulator = plan.accumulates_dq(p) ? at(layout.dq_accumulator) : nullptr;
+  const auto word = [start](std::size_t offset) {
+    return reinterpret_cast<std::uint32_t*>(start + offset);
+  };
+  DqOrder order{};
+  std::int64_t keys_per_turn = 1;
+  if (plan.ordered()) {
+    order = {p.wants_dq ? word(layout.counters) : nullptr, word(layout.ticket)};
+    keys_per_turn = kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
+  }
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
@@ -252,8 +295,12 @@ Status run(const Problem& p, const Args& args) {
                                  .dlse = args.dlse,
                                  .sinks = static_cast<const float*>(args.sinks),
                                  .rows = rows,
-                                 .dq_accumulator = dq_accumulator,
-                                 .block_floats = kBlockM * plan.padded_head_dim};
+                                 .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
+                                 .block_floats = kBlockM * plan.padded_head_dim,
+                                 .order = order,
+                                 .keys_per_turn = keys_per_turn,
+                                 .dq = p.wants_dq ? args.dq : Tensor{},
+                                 .head_dim = p.head_dim};
   FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
                                   {.num_ctas = q_tiles, .num_threads = kPrepareThreads},
                                   args.stream, prepare));
@@ -267,12 +314,12 @@ Status run(const Problem& p, const Args& args) {
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
                                    reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
   } else if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
-    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, device.l2_bytes));
+    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, order, device));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
   }
-  if (plan.accumulates_dq(p)) {
+  if (plan.accumulates_dq(p) && !plan.ordered()) {
     const BwdFinishParams finish{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
                                  .head_dim = p.head_dim,

@@ -3,9 +3,10 @@
 //   (1) delta_i = <dout_i, out_i>
 //   (2) neg_lse_log2_i = -lse_i * log2(e), neg_delta_i = dlse_i - delta_i
 //   (3) dsink_h += exp(sink_h - lse_i) * (dlse_i - delta_i), here summed over a block of 64 rows
-// and the block's dq accumulators are zeroed. Rows that see nothing, and rows with an infinite lse,
-// get -inf and 0 and their out and dout are not read; a block with such a row is marked, so that
-// the main kernel keeps its NaN away from the others.
+// and the block's dq accumulators are zeroed, or the counters of an ordered main kernel are set.
+// Rows that see nothing, and rows with an infinite lse, get -inf and 0, whatever their out and
+// dout; a block with such a row is marked, so that the main kernel keeps its NaN away from the
+// others.
 //
 // One CTA per (query block, head): 16 lanes read a row, 16 bytes each where strides allow it.
 #pragma once
@@ -56,6 +57,22 @@ __device__ __forceinline__ bool is_wide(const Tensor& t) {
          t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
 }
 
+// dq = 0 in the rows of a block that no key reaches.
+__device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const SequenceSpan& sequence,
+                                         std::int64_t row_begin, std::int64_t head) {
+  const std::int64_t left = sequence.q.end - sequence.q.begin - row_begin;
+  const std::int64_t total = (left < kBlockM ? left : kBlockM) * p.head_dim;
+  for (std::int64_t i = threadIdx.x; i < total; i += kPrepareThreads) {
+    const std::int64_t row = sequence.q.begin + row_begin + i / p.head_dim;
+    const std::int64_t at = p.dq.offset(sequence.batch_index, row, head) + i % p.head_dim;
+    if (p.dq.dtype == DType::kF32) {
+      static_cast<float*>(p.dq.data)[at] = 0;
+    } else {
+      static_cast<std::uint16_t*>(p.dq.data)[at] = 0;
+    }
+  }
+}
+
 template <class T>
 __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
     const __grid_constant__ BwdPrepareParams p) {
@@ -69,6 +86,19 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
   const std::int64_t row_begin = (block - first) * kBlockM;
   const std::int64_t slot = head * p.rows.num_blocks + block;
 
+  if (p.order.counters != nullptr) {
+    const Range keys = sequence.band.kv_range(row_begin, row_begin + kBlockM);
+    if (threadIdx.x < 2) {
+      p.order.counters[2 * slot + threadIdx.x] =
+          kNothingYet | static_cast<std::uint32_t>(keys.begin / p.keys_per_turn);
+    }
+    if (keys.empty()) {
+      clear_dq(p, sequence, row_begin, head);
+    }
+  }
+  if (p.order.ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    *p.order.ticket = 0;
+  }
   if (p.dq_accumulator != nullptr) {
     float4* accumulator = reinterpret_cast<float4*>(p.dq_accumulator + slot * p.block_floats);
     for (int i = static_cast<int>(threadIdx.x); i < p.block_floats / 4; i += kPrepareThreads) {
@@ -81,8 +111,8 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
   const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
   float dsink = 0;
   bool unreadable = false;
-  // The loads of four rows are issued together: first what decides whether a row is read, then the
-  // row.
+  // The loads of four rows are issued together, also of rows of the tensors that turn out not to
+  // count: waiting for lse first would double the latency.
   constexpr int kRows = kBlockM * 16 / kPrepareThreads;
   float lse[kRows];
   float dlse[kRows];
@@ -101,24 +131,42 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
                   ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, tensor_row, head)]
                   : 0.0F;
     readable[i] = exists && !sequence.band.kv_range(row, row + 1).empty();
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    readable[i] = readable[i] && !isinf(lse[i]);
     delta[i] = 0;
-    if (readable[i] && p.dout) {
-      const std::int64_t tensor_row = sequence.q.begin + row_begin +
-                                      static_cast<int>(threadIdx.x) / 16 +
-                                      i * (kPrepareThreads / 16);
-      delta[i] =
-          partial_dot<T>(static_cast<const T*>(p.out.data) + p.out.offset(b, tensor_row, head),
-                         static_cast<const T*>(p.dout.data) + p.dout.offset(b, tensor_row, head),
-                         p.dout.dim_stride, p.head_dim_v, lane, wide);
+  }
+  const auto element = [&](const Tensor& t, int i) {
+    const std::int64_t row = sequence.q.begin + row_begin + static_cast<int>(threadIdx.x) / 16 +
+                             i * (kPrepareThreads / 16);
+    return static_cast<const T*>(t.data) + t.offset(b, row, head);
+  };
+  if (wide && p.head_dim_v <= 8 * 16) {
+    uint4 out[kRows];
+    uint4 dout[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      out[i] = dout[i] = make_uint4(0, 0, 0, 0);
+      if (readable[i] && 8 * lane < p.head_dim_v) {
+        out[i] = *reinterpret_cast<const uint4*>(element(p.out, i) + 8 * lane);
+        dout[i] = *reinterpret_cast<const uint4*>(element(p.dout, i) + 8 * lane);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      delta[i] = dot_8<T>(out[i], dout[i]);
+    }
+  } else if (p.dout) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (readable[i]) {
+        delta[i] = partial_dot<T>(element(p.out, i), element(p.dout, i), p.dout.dim_stride,
+                                  p.head_dim_v, lane, wide);
+      }
     }
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int r = static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
+    readable[i] = readable[i] && !isinf(lse[i]);
+    delta[i] = readable[i] ? delta[i] : 0.0F;
 #pragma unroll
     for (int step = 8; step > 0; step /= 2) {
       delta[i] += __shfl_xor_sync(0xffffffffU, delta[i], step);

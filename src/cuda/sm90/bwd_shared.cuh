@@ -18,6 +18,7 @@ struct BwdShared {
   static constexpr int kCluster = C.cluster;
   static constexpr int kQStages = C.q_stages;
   static constexpr int kDoStages = C.do_stages;
+  static constexpr bool kOrdered = C.ordered;
 
   std::uint32_t base;
 
@@ -111,28 +112,6 @@ class Ring {
  private:
   int stage_ = 0;
   std::uint32_t parity_ = 0;
-};
-
-// Walks the steps of a tile: query heads of the group, and in each the query blocks downwards.
-struct StepWalk {
-  int m_begin;
-  int m_last;
-  int m;
-  int head;
-
-  __device__ StepWalk(const KeyTile& tile, int group)
-      : m_begin(tile.m_begin), m_last(tile.m_end - 1), m(m_last), head(tile.head_kv * group) {}
-  // The number of the step's block in the row statistics. 32 bits: 2^31 blocks of dq accumulators
-  // would be 16 TB and more.
-  __device__ int slot(const RowStatistics& rows, const KeyTile& tile) const {
-    return head * static_cast<int>(rows.num_blocks) + tile.q_block + m;
-  }
-  __device__ void advance() {
-    if (--m < m_begin) {
-      m = m_last;
-      ++head;
-    }
-  }
 };
 
 }  // namespace flashgrad::sm90

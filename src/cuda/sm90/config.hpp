@@ -25,6 +25,7 @@ struct BwdConfig {
   bool ping_pong;  // the consumers take turns at issuing products
   bool in_place;   // dP takes the registers of S, and dS those of P once dV has read them
   bool softcap;
+  bool ordered;  // dq is added in a fixed order and finished here (bwd_order.cuh)
   int consumer_registers;
   int dq_registers;
 
@@ -58,7 +59,8 @@ struct BwdConfig {
     return 6 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
   }
   constexpr int info_offset() const { return barrier_offset() + 8 * num_barriers(); }
-  static constexpr int kInfoBytes = 160;
+  static constexpr int kInfoBytes = 160;  // KeyTile and, last, the ticket
+  constexpr int ticket_offset() const { return info_offset() + kInfoBytes - 4; }
   // Dynamic shared memory starts at a multiple of 16; the tiles are aligned by hand.
   constexpr int shared_bytes() const { return info_offset() + kInfoBytes + tile::kTileAlignment; }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The work of one CTA of the backward: which keys, which query blocks, where they lie.
+// The work of one CTA of the backward: which keys, which query blocks, where they lie, and in which
+// order it goes through them.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,9 @@ namespace flashgrad::sm90 {
 // Kept in shared memory; 32 bits suffice because supports() refuses 2^30 rows and more.
 struct KeyTile {
   int num_steps;  // query blocks times query heads of the group
-  int m_begin;    // query blocks, walked from m_end - 1 down
+  int m_begin;    // query blocks, walked from m_start down to m_begin, then from m_end - 1 down
   int m_end;
+  int m_start;  // m_end - 1, unless the tile rotates
   int head_kv;
   int batch_index;
   int q_row;          // row of q where the sequence begins
@@ -32,6 +34,14 @@ struct KeyTile {
   int lo;
   int hi;
   int keys_end;
+  // In ordered kernels (bwd_order.cuh): the turn on block m_start, when it grows, and the blocks
+  // that this tile adds to last.
+  int turn;
+  int segment_mask;  // it grows at the top of each segment of segment_mask + 1 blocks
+  int growing_end;   // below this block
+  int q_rows;        // rows of q from q_row on that get a dq
+  int finish_begin[2];
+  int finish_end[2];
   // Query blocks [full_begin, full_end) need no mask for the tile's 64-key block of this index.
   int full_begin[4];
   int full_end[4];
@@ -41,25 +51,52 @@ constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t h
   return x < low ? low : x > high ? high : x;
 }
 
-// Tiles are launched in sections of units, in each by ascending key block: for causal masks the
-// longest come first, and the live q, dout and dq of a section fit the L2.
+// Where the clusters of a sequence that all walk the same query blocks start, in ordered kernels:
+// in rounds of `round` neighbours, number j of a round at the top of segment j. So no two add to a
+// block at the same time, and each follows its predecessor at a distance of one segment. Depends on
+// the sequence's own lengths and the device (max_round) alone.
+struct Rotation {
+  std::int64_t segment;  // query blocks, a power of two
+  std::int64_t round;    // clusters, as many as segments
+};
+
+FG_HOST_DEVICE constexpr Rotation rotation(std::int64_t num_m_blocks, std::int64_t num_clusters,
+                                           std::int64_t max_round) {
+  const std::int64_t limit = num_clusters < max_round ? num_clusters : max_round;
+  Rotation r{8, (num_m_blocks + 7) / 8};
+  while (r.round > limit) {
+    r.segment *= 2;
+    r.round = (num_m_blocks + r.segment - 1) / r.segment;
+  }
+  return r;
+}
+
+// Tiles are launched in sections of units, in each section round by round of neighbouring key
+// blocks, ascending: for causal masks (rounds of one) the longest come first, and the live q, dout
+// and dq of a section fit the L2.
 //
 // A cluster of kCluster CTAs takes neighbouring tiles and walks the query blocks that any of them
 // needs.
-template <int kBlockN, int kCluster>
+template <int kBlockN, int kCluster, bool kOrdered = false>
 FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   constexpr int kClusterN = kBlockN * kCluster;
-  const std::int64_t index = cta / kCluster;
+  // 32 bits: there are fewer than 2^31 CTAs, and a 64-bit division takes four times as long.
+  const auto index = static_cast<std::uint32_t>(cta) / kCluster;
   const std::int64_t rank = cta % kCluster;
-  const std::int64_t per_section = p.section * p.num_kv_blocks;
-  const std::int64_t section = index / per_section;
-  const std::int64_t in_section = index % per_section;
-  const std::int64_t units =
-      p.num_units - section * p.section < p.section ? p.num_units - section * p.section : p.section;
-  const std::int64_t unit = section * p.section + in_section % units;
+  const auto kv_blocks = static_cast<std::uint32_t>(p.num_kv_blocks);
+  const auto section_units = static_cast<std::uint32_t>(p.section);
+  const auto round = static_cast<std::uint32_t>(p.round);
+  const std::uint32_t section = index / (section_units * kv_blocks);
+  const std::uint32_t in_section = index - section * (section_units * kv_blocks);
+  const std::uint32_t left = static_cast<std::uint32_t>(p.num_units) - section * section_units;
+  const std::uint32_t units = left < section_units ? left : section_units;
+  const std::uint32_t first = in_section / (units * round) * round;
+  const std::uint32_t in_round = in_section - first * units;
+  const std::uint32_t width = kv_blocks - first < round ? kv_blocks - first : round;
+  const std::uint32_t unit = section * section_units + in_round / width;
   const Sequences& s = p.sequences;
-  std::int64_t block = in_section / units;
-  std::int64_t span = unit / p.heads_kv;  // the batch entry, unless packed
+  std::int64_t block = first + in_round % width;
+  std::int64_t span = unit / static_cast<std::uint32_t>(p.heads_kv);  // batch entry, unless packed
   if (s.packed()) {
     span = span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, kClusterN);
     block -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, kClusterN);
@@ -75,8 +112,9 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
     tile.m_begin = static_cast<int>(rows.begin / kBlockM);
     tile.m_end = static_cast<int>((rows.end + kBlockM - 1) / kBlockM);
   }
+  tile.m_start = tile.m_end - 1;
   tile.num_steps = (tile.m_end - tile.m_begin) * static_cast<int>(p.group);
-  tile.head_kv = static_cast<int>(unit % p.heads_kv);
+  tile.head_kv = static_cast<int>(unit % static_cast<std::uint32_t>(p.heads_kv));
   tile.batch_index = static_cast<int>(sequence.batch_index);
   tile.q_row = static_cast<int>(sequence.q.begin);
   tile.q_block = static_cast<int>(first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM));
@@ -109,7 +147,94 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
     tile.full_end[i] = static_cast<int>(
         full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM : full.end / kBlockM);
   }
+  if (kOrdered) {
+    const auto to_int = [](std::int64_t x) { return static_cast<int>(x); };
+    tile.q_rows = to_int(sequence.q.end - sequence.q.begin);
+    tile.turn = to_int(block);
+    tile.segment_mask = -1;
+    tile.finish_begin[0] = tile.m_begin;
+    const std::int64_t num_clusters = (band.seqlen_kv + kClusterN - 1) / kClusterN;
+    if (p.max_round == 0) {
+      // No later cluster sees rows before i, where i + hi is the first key after this one.
+      const std::int64_t after = cluster_begin + kClusterN;
+      tile.finish_end[0] =
+          live.end <= after ? tile.m_end
+                            : to_int(clamp_to(after - band.hi, tile.m_begin * std::int64_t{kBlockM},
+                                              tile.m_end * std::int64_t{kBlockM}) /
+                                     kBlockM);
+    } else if (tile.num_steps > 0) {
+      const Rotation r = rotation(tile.m_end, num_clusters, p.max_round);
+      const std::int64_t round_begin = block / r.round * r.round;
+      const std::int64_t j = block - round_begin;
+      const std::int64_t in_this_round =
+          num_clusters - round_begin < r.round ? num_clusters - round_begin : r.round;
+      const auto top = [&](std::int64_t segment) {
+        return to_int(segment * r.segment < tile.m_end ? segment * r.segment : tile.m_end);
+      };
+      tile.m_start = top(j + 1) - 1;
+      tile.turn = to_int(round_begin);
+      tile.segment_mask = to_int(r.segment - 1);
+      tile.growing_end = to_int(in_this_round * r.segment);
+      // The last to reach segment j + 1 is j; the last of a round also ends segment 0 and those
+      // that nobody of an incomplete round started with.
+      if (round_begin + in_this_round == num_clusters) {
+        const bool last = j == in_this_round - 1;
+        tile.finish_begin[0] = last ? 0 : top(j + 1);
+        tile.finish_end[0] = last ? top(1) : top(j + 2);
+        tile.finish_begin[1] = last ? top(in_this_round) : 0;
+        tile.finish_end[1] = last ? tile.m_end : 0;
+      }
+    }
+  }
   return tile;
 }
+
+// Walks the steps of a tile: query heads of the group, and in each the query blocks downwards, with
+// kRotates from m_start on and, past m_begin, from the last one on.
+template <bool kRotates>
+struct StepWalk {
+  int m_begin;
+  int m_last;
+  int m_start;
+  int m;
+  int head;
+
+  FG_HOST_DEVICE StepWalk(const KeyTile& tile, int group)
+      : m_begin(tile.m_begin),
+        m_last(tile.m_end - 1),
+        m_start(kRotates ? tile.m_start : m_last),
+        m(m_start),
+        head(tile.head_kv * group) {}
+  // The number of the step's block in the row statistics. 32 bits: 2^31 blocks of dq accumulators
+  // would be 16 TB and more.
+  FG_HOST_DEVICE int slot(const RowStatistics& rows, const KeyTile& tile) const {
+    return head * static_cast<int>(rows.num_blocks) + tile.q_block + m;
+  }
+  FG_HOST_DEVICE void advance() {
+    if (--m < m_begin) {
+      m = m_last;
+      head += kRotates ? 0 : 1;
+    }
+    if (kRotates && m == m_start) {
+      ++head;
+    }
+  }
+};
+
+// The turn of this cluster on the walk's block.
+struct Turn {
+  int value;
+
+  FG_HOST_DEVICE explicit Turn(const KeyTile& tile) : value(tile.turn) {}
+  // After walk.advance().
+  FG_HOST_DEVICE void advance(const StepWalk<true>& walk, const KeyTile& tile) {
+    if (walk.m == walk.m_start) {
+      value = tile.turn;
+    } else if (((walk.m & tile.segment_mask) == tile.segment_mask || walk.m == walk.m_last) &&
+               walk.m < tile.growing_end) {
+      ++value;
+    }
+  }
+};
 
 }  // namespace flashgrad::sm90

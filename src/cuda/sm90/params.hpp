@@ -20,6 +20,15 @@ struct RowStatistics {
   float* dsink_partial;      // (heads_q, num_blocks), or null
 };
 
+// How an ordered main kernel takes turns at adding dq (bwd_order.cuh).
+struct DqOrder {
+  std::uint32_t* counters;  // (heads_q, num_blocks, 2), or null: no dq
+  std::uint32_t* ticket;    // the next cluster's number; null: not an ordered kernel
+};
+
+// In a counter: the accumulators of the block have not been written.
+inline constexpr std::uint32_t kNothingYet = 0x80000000U;
+
 struct BwdPrepareParams {
   Sequences sequences;
   std::int64_t heads_q;
@@ -32,6 +41,10 @@ struct BwdPrepareParams {
   RowStatistics rows;
   float* dq_accumulator;      // (heads_q, num_blocks, 64 * head_dim) f32, zeroed; null: not wanted
   std::int64_t block_floats;  // 64 * padded head_dim
+  DqOrder order;              // set where not null
+  std::int64_t keys_per_turn;
+  Tensor dq;  // with counters: rows of blocks that no key reaches become 0
+  std::int64_t head_dim;
 };
 
 // Of logits, as the kernels use them.
@@ -50,7 +63,8 @@ struct BwdParams {
   std::int64_t
       num_kv_blocks;  // per unit; a unit is a key head of a batch entry, or of the packed batch
   std::int64_t num_units;
-  std::int64_t section;  // units whose tiles are launched together, longest tiles first
+  std::int64_t section;    // units whose tiles are launched together, longest tiles first
+  std::int64_t round = 1;  // neighbouring tiles of a unit launched together
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
   Tensor q, k, v, dout;
   std::uint32_t mapped;  // bits kMapQ...
@@ -58,6 +72,9 @@ struct BwdParams {
   RowStatistics rows;
   float* dq_accumulator;  // (heads_q, num_blocks, 64 * head_dim) f32 in fragment order; null: not
                           // wanted
+  DqOrder order;          // ordered kernels
+  Tensor dq;              // likewise, with dq
+  int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
   float scale;
   float scale_log2;     // scale * log2(e); with softcap: softcap * log2(e)
   float scale_softcap;  // scale / softcap

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A timeline as an SVG file.
+// Timelines and accounts as SVG files.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "plan/account.hpp"
 #include "plan/schedule.hpp"
 
 namespace flashgrad::plan {
@@ -48,6 +50,45 @@ std::string gantt_svg(const Timeline& timeline, const std::string& title, int ma
              "<text x=\"4\" y=\"{:.0f}\">{} processors of {:.0f} thousand cycles; a colour is "
              "a head; dark: waiting for a turn</text>\n</svg>\n",
              height - 6, processors, timeline.makespan / 1000);
+}
+
+std::string bars_svg(const std::vector<Kernel>& kernels, const Device& device) {
+  constexpr double kWidth = 760;
+  constexpr double kNames = 190;
+  constexpr double kBar = 11;
+  constexpr double kGroup = 3 * kBar + 10;
+  constexpr double kTop = 30;
+  double longest = 1;
+  for (const Kernel& kernel : kernels) {
+    const Account a = account(kernel, device);
+    longest = std::max({longest, a.mma, a.exp, a.shared});
+  }
+  const double height = kTop + kGroup * static_cast<double>(kernels.size()) + 4;
+  std::string svg = fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" "
+      "viewBox=\"0 0 {0} {1}\" font-family=\"sans-serif\" font-size=\"12\">\n"
+      "<rect width=\"{0}\" height=\"{1}\" fill=\"#fff\"/>\n"
+      "<text x=\"4\" y=\"16\">{2}: cycles of a CTA for a tile; blue products, orange exp, green "
+      "shared "
+      "memory</text>\n",
+      kWidth, height, device.name);
+  double y = kTop;
+  for (const Kernel& kernel : kernels) {
+    const Account a = account(kernel, device);
+    svg += fmt::format("<text x=\"4\" y=\"{:.0f}\">{}</text>\n", y + 2 * kBar, kernel.name);
+    double bar = y;
+    for (const auto& [cycles, colour] :
+         {std::pair{a.mma, "#4878d0"}, {a.exp, "#ee854a"}, {a.shared, "#6acc64"}}) {
+      const double width = cycles / longest * (kWidth - kNames - 50);
+      svg += fmt::format(
+          "<rect x=\"{}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"/>\n"
+          "<text x=\"{:.0f}\" y=\"{:.0f}\" font-size=\"10\">{:.0f}</text>\n",
+          kNames, bar, width, kBar - 1, colour, kNames + width + 4, bar + kBar - 2, cycles);
+      bar += kBar;
+    }
+    y += kGroup;
+  }
+  return svg + "</svg>\n";
 }
 
 }  // namespace flashgrad::plan

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call costs in Python before and after the library works, on problems too small to matter.
+
+    python benchmarks/overhead.py --json result.json
+
+    flash_attn_func   forward and backward on (1, 1, 1, 8), beside PyTorch's own
+                      scaled_dot_product_attention
+    forward           on NumPy arrays, beside its two calls of the C library
+    import flashgrad  in a fresh process
+
+Each figure is the least of many rounds, taken in turn with what it is compared to: overhead has no
+spread of its own, only what a busy machine adds to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flashgrad
+import numpy as np
+import peers
+import torch
+import torch.nn.functional as F
+from flashgrad import _call
+from flashgrad.torch import flash_attn_func
+
+CALLS = 300  # in a round
+
+
+def microseconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    least = dict.fromkeys(functions, float("inf"))
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            least[name] = min(least[name], (time.perf_counter() - start) / CALLS * 1e6)
+    return least
+
+
+def on_torch(rounds: int) -> dict[str, float]:
+    inputs = [torch.randn(1, 1, 1, 8, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(1, 1, 1, 8)
+
+    def step(attention: Callable[..., torch.Tensor]) -> None:
+        attention(*inputs).backward(dout)
+        for x in inputs:
+            x.grad = None
+
+    names = {"flash_attn_func": flash_attn_func, "sdpa": F.scaled_dot_product_attention}
+    return microseconds({n: lambda f=f: step(f) for n, f in names.items()}, rounds)
+
+
+def on_numpy(rounds: int) -> dict[str, float]:
+    q = k = v = np.ones((1, 1, 1, 8), np.float32)
+    call = _call.Call()
+    for slot, x in enumerate((q, k, v, np.empty_like(q), np.empty((1, 1, 1), np.float32))):
+        call.add(slot, x)
+    options = _call.pack_options(
+        2**63 - 1, 2**63 - 1, False, float("nan"), 0.0, False, 0, 0, 0, None
+    )
+    workspace = np.empty(call.prepare(0, options), np.uint8)
+    address = workspace.ctypes.data
+
+    def in_c() -> None:
+        call.prepare(0, options)
+        call.launch(0, address, workspace.size, 0)
+
+    return microseconds({"forward": lambda: flashgrad.forward(q, k, v), "c_calls": in_c}, rounds)
+
+
+def import_seconds(rounds: int) -> float:
+    program = (
+        "import time; start = time.perf_counter(); import flashgrad; "
+        "print(time.perf_counter() - start)"
+    )
+    command = [sys.executable, "-c", program]
+    return min(float(subprocess.check_output(command, text=True)) for _ in range(rounds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **peers.commit(),
+        "machine": peers.machine(),
+        "load_average_before": os.getloadavg(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    pair = result["torch_us"] = on_torch(arguments.rounds)
+    result["torch_ratio"] = pair["flash_attn_func"] / pair["sdpa"]
+    pair = result["numpy_us"] = on_numpy(arguments.rounds)
+    result["numpy_over_c_us"] = pair["forward"] - pair["c_calls"]
+    result["import_seconds"] = import_seconds(10)
+    for name, value in result.items():
+        if name.endswith(("us", "ratio", "seconds")):
+            print(name, value)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// dq in a fixed order, for the ordered variants of the backward's main kernel: the same bits in
+// every run, and for a sequence alone or in any batch.
+//
+// The clusters (or single CTAs) that add to a query block take turns. A counter per query block and
+// CTA of the cluster holds whose turn it is; who has added passes it on. Mostly a cluster's turn is
+// its number among the key blocks of its sequence; with a mask that hides nothing, where all
+// clusters would come to the same block at the same time, it rotates (KeyTile, rotation()).
+//
+// prepare sets each counter to the turn of the first cluster that reaches the block, with
+// kNothingYet: that one stores instead of adding, so nothing is zeroed. Whoever adds to a block
+// last also finishes it, after its last step: dq = scale * accumulator, rounded once. Each thread
+// reads back what it added itself, so that needs no further signal.
+//
+// No cluster waits for ever: clusters take their numbers from a ticket in the order in which they
+// start. Without rotation one waits only for smaller numbers. With rotation it waits for its round,
+// neighbours by number, and the host keeps rounds within half of the device.
+#pragma once
+
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/bwd_shared.cuh"
+#include "cuda/sm90/params.hpp"
+#include "cuda/tile/fragment.hpp"
+
+namespace flashgrad::sm90 {
+
+// Waits for turn `turn` of a block's counter, of which `seen` was read before. Returns whether
+// nothing has been stored to the block. One warp.
+//
+// `seen` was read without acquire, ahead of the step's products, since an acquiring load there
+// costs 2.5 % (H200): the additions depend on it by control, and are themselves performed at the
+// L2, after those that the counter announced.
+__device__ __forceinline__ bool wait_for_turn(const std::uint32_t* counter, int turn,
+                                              std::uint32_t seen) {
+  while ((seen & ~kNothingYet) != static_cast<std::uint32_t>(turn)) {
+    seen = ptx::load_acquire(counter);
+  }
+  __syncwarp();
+  return (seen & kNothingYet) != 0;
+}
+
+// Transposes a 4 x 4 matrix of which lane q of four holds row q: afterwards it holds column q.
+__device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int q) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const bool odd = (q & 1) != 0;
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffU, odd ? x[i] : x[i + 1], 1);
+    (odd ? x[i] : x[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool high = (q & 2) != 0;
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffU, high ? x[i] : x[i + 2], 2);
+    (high ? x[i] : x[i + 2]) = got;
+  }
+}
+
+// Finishes 64 columns of a warp's 16 rows of dq: of rows `row` on of one head, of which `count`
+// exist, from column `column` on. `sums`: the lane's accumulators in fragment order.
+template <class T>
+__device__ __forceinline__ void finish_rows(const BwdParams& p, const float* sums, bool wide,
+                                            int batch, int row, int count, int head, int column,
+                                            int lane) {
+  const int q = lane % 4;
+  const int r = lane / 4;
+  const std::int64_t at = p.dq.offset(batch, row + r, head) + column;
+  if (wide) {
+    std::uint32_t x[2][2][4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float4 sum = ptx::load_sum(sums + j * 128);
+      x[0][j / 4][j % 4] = ptx::pack<T>(sum.x * p.scale, sum.y * p.scale);
+      x[1][j / 4][j % 4] = ptx::pack<T>(sum.z * p.scale, sum.w * p.scale);
+    }
+    auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.dq.data) + at + 8 * q);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        transpose_quad(x[half][k], q);
+        if (r + 8 * half < count) {
+          out[4 * k] = make_uint4(x[half][k][0], x[half][k][1], x[half][k][2], x[half][k][3]);
+        }
+      }
+      out += p.dq.row_stride;  // 8 rows
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int j = 0; j < 8; ++j) {
+    const float4 sum = ptx::load_sum(sums + j * 128);
+    const float values[4] = {sum.x * p.scale, sum.y * p.scale, sum.z * p.scale, sum.w * p.scale};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int c = 8 * j + 2 * q + i % 2;
+      if (r + i / 2 * 8 < count && column + c < p.head_dim) {
+        const std::int64_t element = at + i / 2 * 8 * p.dq.row_stride + c;
+        if (p.dq.dtype == DType::kF32) {
+          static_cast<float*>(p.dq.data)[element] = values[i];
+        } else {
+          static_cast<T*>(p.dq.data)[element] = static_cast<T>(values[i]);
+        }
+      }
+    }
+  }
+}
+
+// Finishes the blocks that this tile added to last. `warp` is of the dq warpgroup; with a cluster,
+// CTA `rank` has 64 columns.
+template <BwdConfig C, class T>
+__device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& tile, int rank,
+                                          int warp, int lane) {
+  constexpr int kBoxes = C.cluster == 2 ? 1 : C.head_dim / 64;
+  const int first_box = C.cluster == 2 ? rank : 0;
+  const bool aligned =
+      p.dq.dtype != DType::kF32 && reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
+      p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 && p.dq.batch_stride % 8 == 0;
+  const int group = static_cast<int>(p.group);
+#pragma unroll 1
+  for (int head = tile.head_kv * group; head < (tile.head_kv + 1) * group; ++head) {
+#pragma unroll 1
+    for (int range = 0; range < 2; ++range) {
+#pragma unroll 1
+      for (int m = tile.finish_begin[range]; m < tile.finish_end[range]; ++m) {
+        const int slot = head * static_cast<int>(p.rows.num_blocks) + tile.q_block + m;
+        const float* sums = p.dq_accumulator + std::int64_t{slot} * (kBlockM * C.head_dim) +
+                            tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
+        const int row = m * kBlockM + warp * 16;
+#pragma unroll 1
+        for (int box = first_box; box < first_box + kBoxes; ++box) {
+          finish_rows<T>(p, sums + box * 1024, aligned && 64 * (box + 1) <= p.head_dim,
+                         tile.batch_index, tile.q_row + row, tile.q_rows - row, head, 64 * box,
+                         lane);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace flashgrad::sm90

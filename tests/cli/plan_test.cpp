@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// `flashgrad plan`: every figure that it is for is printed; what it refuses.
+#include <string>
+#include <vector>
+
+#include "tool.hpp"
+
+namespace flashgrad::tool {
+namespace {
+
+class Plan : public ToolTest {
+ protected:
+  static std::string out_of(const std::vector<std::string>& arguments) {
+    std::vector<std::string> all = {"plan"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const ToolResult result = run_tool(all);
+    EXPECT_EQ(result.exit_status, 0) << result.err;
+    return result.out;
+  }
+  static void expect_words(const std::string& text, const std::vector<std::string>& words) {
+    for (const std::string& word : words) {
+      EXPECT_NE(text.find(word), std::string::npos) << word << " in:\n" << text;
+    }
+  }
+};
+
+TEST_F(Plan, RooflinePrintsTheAccounts) {
+  expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
+               {"MMA                                               1024",
+                "exp                                               1024", "768", "balanced"});
+  expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward"}),
+               {"2560", "1024", "2048", "3328", "bottleneck: shared memory"});
+  expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward-2cta"}),
+               {"1536", "2688", "shared, all written", "shared, all exchanged"});
+  expect_words(out_of({"roofline", "--device", "h200"}),
+               {"3072", "2816", "2944", "4128", "4208", "3568", "does not fit: registers"});
+  expect_words(out_of({"roofline", "--generations"}),
+               {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
+  expect_words(out_of({"roofline", "--sources"}), {"dsmem_bytes_per_clk", "assumed", "data sheet"});
+  expect_words(out_of({"roofline", "--kernel", "hopper-backward", "--head-dim", "192"}),
+               {"64x96", "a 2-CTA cluster: -4.8 % speed"});
+}
+
+TEST_F(Plan, MemoryOfOneHeadOf512K) {
+  expect_words(out_of({"memory", "--tokens", "512K", "--heads", "1"}),
+               {"1.00 TiB", "1.26 GiB", "only the second fits"});
+  expect_words(
+      out_of({"memory", "--tokens", "4M", "--heads", "32", "--heads-kv", "8", "--gpus", "64"}),
+      {"in a ring"});
+}
+
+TEST_F(Plan, ScheduleComparesAndDraws) {
+  const std::string svg = path("gantt.svg");
+  const std::string json = path("schedule.json");
+  const std::string text = out_of({"schedule", "--tokens", "4096", "--heads", "8", "--causal",
+                                   "--cluster", "2", "--compare", "--svg", svg, "--json", json});
+  expect_words(text, {"sections", "turns-longest-first", "turns-shortest-swizzled", "waiting"});
+  expect_words(contents("gantt.svg"), {"<svg", "</svg>"});
+  expect_words(contents("schedule.json"), {"makespan_cycles"});
+  expect_words(
+      out_of({"schedule", "--packed", "128,4096,512", "--causal", "--order", "longest-first"}),
+      {"longest-first"});
+  expect_words(out_of({"schedule", "--pass", "forward", "--device", "b200", "--window", "256,0"}),
+               {"fa4-forward"});
+}
+
+TEST_F(Plan, SimulateFindsAMissingWait) {
+  expect_words(out_of({"simulate", "--program", "fa4-2cta", "--queries", "256", "--keys", "256"}),
+               {"dq  error", "ok", "columns 384 to 511: dK"});
+  const ToolResult faulty = run_tool({"plan", "simulate", "--program", "fa4", "--queries", "384",
+                                      "--drop-wait", "products/0/dQ read"});
+  EXPECT_EQ(faulty.exit_status, 1);
+  expect_words(faulty.out, {"fault: tile 1: dP", "while dq of CTA 0 may still read dQ of tile 0"});
+}
+
+TEST_F(Plan, PredictReadsResults) {
+  expect_words(
+      out_of({"predict", "--results",
+              FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"}),
+      {"14 of 14 within 15 %"});
+}
+
+TEST_F(Plan, Refuses) {
+  for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{
+           {"plan"},
+           {"plan", "roofline", "--device", "h20"},
+           {"plan", "roofline", "--kernel", "fa5"},
+           {"plan", "roofline", "--generations", "--svg", "x.svg"},
+           {"plan", "memory", "--tokens", "12Q"},
+           {"plan", "memory", "--heads", "6", "--heads-kv", "4"},
+           {"plan", "schedule", "--order", "random"},
+           {"plan", "schedule", "--tokens", "64M"},
+           {"plan", "schedule", "--packed", "12,x"},
+           {"plan", "simulate", "--program", "fa5"},
+           {"plan", "simulate", "--drop-wait", "nobody"},
+           {"plan", "simulate", "--causal", "--queries", "1024", "--keys", "512"},
+           {"plan", "predict", "--results", "nowhere.json"}}) {
+    const ToolResult result = run_tool(arguments);
+    EXPECT_EQ(result.exit_status, 2) << arguments.back() << result.out;
+    EXPECT_TRUE(result.err.starts_with("flashgrad: ")) << result.err;
+  }
+}
+
+}  // namespace
+}  // namespace flashgrad::tool
