@@ -372,6 +372,17 @@ bool chosen(const Row& row, const Arguments& arguments) {
          });
 }
 
+void write_report(const ordered_json& report, const std::string& path) {
+  if (path.empty()) {
+    return;
+  }
+  std::ofstream file(path);
+  file << report.dump(1) << "\n";
+  if (!file) {
+    throw std::runtime_error("cannot write " + path);
+  }
+}
+
 void run(const Arguments& arguments, const std::string& command) {
   const Meter meter;
   ordered_json report = describe(meter, command, arguments.commit);
@@ -390,18 +401,13 @@ void run(const Arguments& arguments, const std::string& command) {
         rows.push_back(measure(row, call, pass, arguments, meter));
       }
     }
+    // Row by row: a run that is cut short leaves what it has.
+    report["rows"] = rows;
+    write_report(report, arguments.json);
   }
   if (arguments.long_run) {
     report["long"] = measure_long();
-  } else {
-    report["rows"] = rows;
-  }
-  if (!arguments.json.empty()) {
-    std::ofstream file(arguments.json);
-    file << report.dump(1) << "\n";
-    if (!file) {
-      throw std::runtime_error("cannot write " + arguments.json);
-    }
+    write_report(report, arguments.json);
   }
 }
 
