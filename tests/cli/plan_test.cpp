@@ -54,7 +54,7 @@ TEST_F(Plan, ScheduleComparesAndDraws) {
   const std::string json = path("schedule.json");
   const std::string text = out_of({"schedule", "--tokens", "4096", "--heads", "8", "--causal",
                                    "--cluster", "2", "--compare", "--svg", svg, "--json", json});
-  expect_words(text, {"sections", "turns-longest-first", "turns-shortest-swizzled", "waiting"});
+  expect_words(text, {"sections", "turns-sm90", "turns-shortest-swizzled", "waiting"});
   expect_words(contents("gantt.svg"), {"<svg", "</svg>"});
   expect_words(contents("schedule.json"), {"makespan_cycles"});
   expect_words(
