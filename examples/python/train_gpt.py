@@ -48,14 +48,21 @@ ATTENTION_EVENTS = {
 class Trainer:
     """One model in training."""
 
-    def __init__(self, name: str, seed: int, arguments: argparse.Namespace, text: torch.Tensor):
+    def __init__(
+        self,
+        name: str,
+        attention: gpt.Attention,
+        seed: int,
+        arguments: argparse.Namespace,
+        text: torch.Tensor,
+    ) -> None:
         torch.manual_seed(seed)
         self.name = name
         self.device = torch.device(arguments.device)
         self.shape = (arguments.batch, arguments.seqlen)
         self.text = text
         self.batches = torch.Generator().manual_seed(seed)
-        self.model = gpt.GPT(ATTENTIONS[name], arguments.seqlen).to(self.device)
+        self.model = gpt.GPT(attention, arguments.seqlen).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.learning_rate)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / arguments.warm_up)
@@ -115,7 +122,8 @@ def resident_bytes(field: str) -> int:
 
 def measure_memory(arguments: argparse.Namespace, text: torch.Tensor) -> int:
     """Peak memory that three steps take beyond what the process holds before."""
-    trainer = Trainer(arguments.attention, 0, arguments, text)
+    name = arguments.attention
+    trainer = Trainer(name, ATTENTIONS[name], 0, arguments, text)
     if trainer.device.type == "cuda":
         before = torch.cuda.memory_allocated()
         for _ in range(3):
@@ -141,7 +149,7 @@ def train(seed: int, arguments: argparse.Namespace, text: torch.Tensor) -> list[
     """Trains with each attention in turn; what came out, a record for each."""
     split = len(text) * 9 // 10
     names = list(ATTENTIONS) if arguments.attention == "both" else [arguments.attention]
-    trainers = [Trainer(name, seed, arguments, text[:split]) for name in names]
+    trainers = [Trainer(n, ATTENTIONS[n], seed, arguments, text[:split]) for n in names]
     bar = tqdm(range(arguments.steps), desc=f"seed {seed}", unit="step", mininterval=1)
     for step in bar:
         for trainer in trainers if step % 2 == 0 else reversed(trainers):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import pathlib
 import struct
 from typing import Any, NamedTuple
 
@@ -62,23 +61,24 @@ class _BackendInfo(ctypes.Structure):
     ]
 
 
-def library_path() -> pathlib.Path:
+def library_path() -> str:
     """$FLASHGRAD_LIBRARY, else the file that the wheel installed beside this one."""
-    named = os.environ.get("FLASHGRAD_LIBRARY")
-    path = pathlib.Path(named) if named else pathlib.Path(__file__).with_name("libflashgrad.so")
-    if not path.exists():
+    path = os.environ.get("FLASHGRAD_LIBRARY")
+    if not path:
+        path = os.path.join(os.path.dirname(__file__), "libflashgrad.so")
+    if not os.path.exists(path):
         raise ImportError(
             f"flashgrad: no library at {path}; install the package with `pip install .`, or name "
             "a built libflashgrad.so in FLASHGRAD_LIBRARY"
         )
-    return path.resolve()
+    return os.path.realpath(path)
 
 
 class Library:
     """The functions of the loaded library, with their argument types."""
 
     def __init__(self) -> None:
-        lib = ctypes.CDLL(str(library_path()))
+        lib = ctypes.CDLL(library_path())
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         call = [pointer, pointer, pointer, size, pointer]
         for function in (lib.fg_forward, lib.fg_backward):

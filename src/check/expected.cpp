@@ -19,6 +19,13 @@ using reference::kBlock;
 using reference::NaiveFormula;
 using Exact = reference::Formula<double>;
 
+// A backward that is exact but for its out, which is rounded as it is stored.
+struct RoundedOut : Exact {
+  DType dtype;
+  explicit RoundedOut(const Problem& p) : Exact(p), dtype(p.dtype) {}
+  [[nodiscard]] double out(double sum) const { return rounded(dtype, sum); }
+};
+
 // ds with nothing cancelled.
 struct Uncancelled : Exact {
   using Exact::Exact;
@@ -77,10 +84,14 @@ void Expected::Impl::make_tasks() {
   for (std::size_t n = 0; n < units.size(); ++n) {
     const Unit& u = units[n];
     const auto add = [&](std::vector<Task>& tasks, std::int64_t heads, std::size_t count) {
+      // A few rows of a long sequence take as long as many of a short one: something for each
+      // thread.
+      const std::size_t size =
+          std::clamp<std::size_t>(count / static_cast<std::size_t>(threads()), 1, kBlock);
       for (std::int64_t head = 0; head < heads; ++head) {
-        for (std::size_t begin = 0; begin < count; begin += kBlock) {
+        for (std::size_t begin = 0; begin < count; begin += size) {
           tasks.push_back({n, head, static_cast<std::int64_t>(begin),
-                           static_cast<int>(std::min<std::size_t>(kBlock, count - begin))});
+                           static_cast<int>(std::min(size, count - begin))});
         }
       }
     };
@@ -258,6 +269,18 @@ double Expected::Impl::cancellation_floor(Output output) const {
     }
   }
   return problem.dtype == DType::kF64 ? 1e-15 * largest : 1e-6 * largest;
+}
+
+const std::vector<Values<double>>& Expected::Impl::of_rounded_out() const {
+  if (rounded_out.empty()) {
+    rounded_out.resize(units.size());
+    std::vector<Values<double>*> pointers;
+    for (Values<double>& values : rounded_out) {
+      pointers.push_back(&values);
+    }
+    compute(RoundedOut(problem), pointers);
+  }
+  return rounded_out;
 }
 
 Expected::Expected(const Problem& problem, const Args& args, const ExpectedOptions& options)

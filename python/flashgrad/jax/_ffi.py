@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,13 @@ from .._library import library, library_path
 def register() -> None:
     """Registers the handlers with XLA."""
     library()  # the handlers' library asks for it by name
-    path = library_path().with_name("libflashgrad_xla.so")
-    if not path.exists():
+    path = os.path.join(os.path.dirname(library_path()), "libflashgrad_xla.so")
+    if not os.path.exists(path):
         raise ImportError(
             f"flashgrad.jax: no library at {path}: flashgrad was built without jaxlib's headers "
             "(-DFLASHGRAD_JAX=ON)"
         )
-    handlers = ctypes.CDLL(str(path))
+    handlers = ctypes.CDLL(path)
     for platform in ("cpu", "cuda"):
         jax.ffi.register_ffi_target(
             f"flashgrad_{platform}",
