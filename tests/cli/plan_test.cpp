@@ -37,6 +37,7 @@ TEST_F(Plan, RooflinePrintsTheAccounts) {
   expect_words(out_of({"roofline", "--generations"}),
                {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
   expect_words(out_of({"roofline", "--sources"}), {"dsmem_bytes_per_clk", "assumed", "data sheet"});
+  expect_words(out_of({"roofline", "--device", "cpu"}), {"this machine", "GFLOP/s", "caches"});
   expect_words(out_of({"roofline", "--kernel", "hopper-backward", "--head-dim", "192"}),
                {"64x96", "a 2-CTA cluster: -4.8 % speed"});
 }
