@@ -3,7 +3,7 @@
 
     python examples/python/train_gpt.py                             # flashgrad alone
     python examples/python/train_gpt.py --attention torch           # PyTorch's attention alone
-    python examples/python/train_gpt.py --attention both --seeds 3 --json result.json --png result.png
+    python examples/python/train_gpt.py --attention both --seeds 3 --png result.png   # both
 
 Side by side, both models start from the same weights, get the same batches and take their steps in
 turn, so that what else the machine does meets both; the ratio of their speeds is the median over
@@ -280,7 +280,7 @@ def main() -> None:
     records = [r for seed in range(arguments.seeds) for r in train(seed, arguments, text)]
     names = sorted({record["attention"] for record in records})
     result["peak_memory_bytes"] = {n: memory_in_own_process(n, arguments) for n in names}
-    print(f"{'attention':10} {'seed':>4} {'tokens/s':>9} {'attention':>9} {'loss':>8} {'validation':>10}")
+    print("attention  seed  tokens/s attention     loss validation")
     for r in records:
         print(
             f"{r['attention']:10} {r['seed']:4} {r['tokens_per_second']:9.0f} "

@@ -18,5 +18,6 @@ if "FLASHGRAD_LIBRARY" in os.environ:
         filter(None, [str(_ROOT / "python"), os.environ.get("PYTHONPATH")])
     )
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-# So that JAX leaves memory of a GPU to PyTorch.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Read when JAX starts: two CPU devices for shard_map, and memory of a GPU left to PyTorch.
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -100,7 +100,8 @@ def dot_product_attention(
         window = local_window_size
         bands.append((window, window) if isinstance(window, int) else tuple(window))
     if mask is not None:
-        bands.append(_read_mask(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1])))
+        batch, rows, heads = query.shape[:3]
+        bands.append(_read_mask(mask, (batch, heads, rows, key.shape[1])))
     out, lse = attention(
         query,
         key,
