@@ -157,6 +157,8 @@ std::vector<Case> cases() {
     add("rooms, heads", problem(kB, 2, 1100, 1100, 4, 4, d, d), kCausal, [](Case& c) {
       c.rooms = {99, 97, 50};
     });
+    // More tiles than multiprocessors, most of them keys that no query sees.
+    add("dead keys 300x3000", problem(kB, 4, 300, 3000, 4, 4, d, d), kCausalTop);
     add("rooms, keys full", problem(kB, 1, 300, 9400, 1, 1, d, d), kFull, [](Case& c) {
       c.rooms = {99, 98, 50};
     });
