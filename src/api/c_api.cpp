@@ -87,7 +87,7 @@ Status select(const Problem& problem, Pass pass, const fg_options* options,
     refusals += (refusals.empty() ? "" : "; ") + std::string(backend->name) + ": " + status.message;
   }
   if (!known) {
-    return invalid(std::string(source) + ": \"" + wanted + "\", want one of " +
+    return invalid(std::string(source) + ": " + quoted(wanted) + ", want one of " +
                    names_of_backends());
   }
   return unsupported("no backend serves this call: " + refusals);
@@ -114,6 +114,14 @@ bool has_outputs(const Problem& p, Pass pass) {
                    (p.wants_dsinks && p.heads_q > 0);
 }
 
+// Without rows and without gradients of keys there are only the zeros of dsinks, which do not grow
+// with the batch.
+void drop_empty_batch(Problem& p) {
+  if (!p.packed && p.seqlen_q == 0 && (p.seqlen_kv == 0 || !(p.wants_dk || p.wants_dv))) {
+    p.batch = 0;
+  }
+}
+
 Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void* workspace,
            std::size_t workspace_bytes, void* stream) {
   Call call;
@@ -130,6 +138,7 @@ Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void
                  pass == Pass::kForward ? "forward" : "backward", to_string(call.problem).c_str(),
                  backend->name, backend->detail(), reasons.empty() ? "" : "; ", reasons.c_str());
   }
+  drop_empty_batch(call.problem);
   const WorkspaceSize size = backend->workspace_size(call.problem, pass);
   if (workspace_bytes < size.minimum || (workspace == nullptr && size.minimum > 0)) {
     return {FG_WORKSPACE_TOO_SMALL,
@@ -170,9 +179,11 @@ fg_status fg_workspace_size(fg_pass pass, const fg_tensors* tensors, const fg_op
     FG_RETURN_IF_ERROR(validate(to_pass(pass), tensors, options, nullptr, &call));
     const Backend* backend = nullptr;
     FG_RETURN_IF_ERROR(select(call.problem, to_pass(pass), options, &backend));
-    const WorkspaceSize size = has_outputs(call.problem, to_pass(pass))
-                                   ? backend->workspace_size(call.problem, to_pass(pass))
-                                   : WorkspaceSize{};
+    WorkspaceSize size;
+    if (has_outputs(call.problem, to_pass(pass))) {
+      drop_empty_batch(call.problem);
+      size = backend->workspace_size(call.problem, to_pass(pass));
+    }
     if (minimum != nullptr) {
       *minimum = size.minimum;
     }

@@ -52,6 +52,8 @@ Status TensorCheck::check(const DLTensor& t, const Want& want, std::array<std::i
     return invalid(name + ": is on " + device_name(t.device) + ", want " + device_name(device_) +
                    " (q's)");
   }
+  // Without elements strides say nothing: NumPy's are then all 0.
+  const bool empty = std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim;
   const std::int64_t width = t.dtype.bits / 8;
   std::int64_t elements = 1;
   std::int64_t compact = 1;
@@ -59,10 +61,10 @@ Status TensorCheck::check(const DLTensor& t, const Want& want, std::array<std::i
   for (int k = want.ndim - 1; k >= 0; --k) {
     const std::int64_t n = t.shape[k];
     std::int64_t s = t.strides != nullptr ? t.strides[k] : compact;
-    if (n <= 1) {
+    if (n <= 1 || empty) {
       s = 0;
     }
-    if (k == want.ndim - 1 && n > 1 && s != 1 && !(want.zero_stride_ok && s == 0)) {
+    if (k == want.ndim - 1 && n > 1 && !empty && s != 1 && !(want.zero_stride_ok && s == 0)) {
       return invalid(name + ": last stride " + std::to_string(s) + ", want 1" +
                      (want.zero_stride_ok ? " or 0" : ""));
     }

@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "api/describe.hpp"
 #include "api/lengths.hpp"
@@ -19,6 +21,10 @@ namespace flashgrad {
 namespace {
 
 constexpr int kMaxThreads = 4096;
+
+// Rows of all heads, in one batch entry or all packed sequences. A workspace for them, some hundred
+// bytes each, still has a size in 64 bits.
+constexpr std::int64_t kMaxHeadRows = std::int64_t{1} << 52;
 
 // Copies a versioned C struct. An older caller's shorter struct leaves the newer fields as in
 // `init`; a newer caller's longer one is taken if what this library does not know is zero.
@@ -44,6 +50,12 @@ Status copy_versioned(const T* from, const char* what, T init, T* to) {
   }
   std::memcpy(to, from, std::min(size, sizeof(T)));
   return {};
+}
+
+std::string number_text(double x) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%g", x);
+  return text.data();
 }
 
 class Validator {
@@ -146,6 +158,13 @@ class Validator {
       return invalid("q: heads_q " + std::to_string(p_.heads_q) + ", want a multiple of " +
                      std::to_string(p_.heads_kv) + " (k's heads)");
     }
+    for (const auto& [rows, heads, name] :
+         {std::tuple{p_.seqlen_q, p_.heads_q, "q"}, {p_.seqlen_kv, p_.heads_kv, "k"}}) {
+      if (p_.batch + (p_.packed ? 1 : 0) > 0 && rows > kMaxHeadRows / heads) {
+        return unsupported(std::string(name) + ": " + std::to_string(rows) + " rows of " +
+                           std::to_string(heads) + " heads, supported are 2^52 of all heads");
+      }
+    }
     for (const auto& [dim, name] :
          {std::pair{p_.head_dim, "q: head_dim "}, {p_.head_dim_v, "v: head_dim_v "}}) {
       if (dim < 1) {
@@ -188,7 +207,7 @@ class Validator {
       return invalid("scale: infinite, want a finite number, or NaN for 1 / sqrt(head_dim)");
     }
     if (!std::isfinite(o.softcap) || o.softcap < 0) {
-      return invalid("softcap: " + std::to_string(o.softcap) +
+      return invalid("softcap: " + number_text(o.softcap) +
                      ", want a positive number, or 0 for none");
     }
     if (o.num_threads < 0 || o.num_threads > kMaxThreads) {
@@ -203,10 +222,20 @@ class Validator {
     p_.mask.right = o.window_right >= kUnboundedFrom ? kUnbounded : o.window_right;
     p_.mask.alignment = o.alignment == FG_TOP_LEFT ? Alignment::kTopLeft : Alignment::kBottomRight;
     p_.scale = std::isnan(o.scale) ? 1.0 / std::sqrt(static_cast<double>(p_.head_dim)) : o.scale;
+    if (p_.dtype != DType::kF64 && std::abs(p_.scale) > std::numeric_limits<float>::max()) {
+      return invalid("scale: " + number_text(p_.scale) + ", want a number in the range of f32");
+    }
     p_.softcap = o.softcap;
+    // |s| / softcap is then below 1e-4 for every |<q, k>| below 1e34: in f32 the cap is the
+    // identity, but the factor that carries the scale into it would be 0.
+    if (p_.dtype != DType::kF64 &&
+        std::abs(p_.scale) < p_.softcap * std::numeric_limits<float>::min()) {
+      p_.softcap = 0;
+    }
     p_.deterministic = o.deterministic != 0;
     if (p_.device_type == DeviceType::kCpu) {
-      p_.num_threads = o.num_threads > 0 ? o.num_threads : std::max(1, omp_get_max_threads());
+      p_.num_threads =
+          o.num_threads > 0 ? o.num_threads : std::clamp(omp_get_max_threads(), 1, kMaxThreads);
     }
     max_seqlen_q_ = o.max_seqlen_q;
     max_seqlen_kv_ = o.max_seqlen_kv;
@@ -267,6 +296,10 @@ class Validator {
     } else {
       p_.dq_dtype = p_.dk_dtype = p_.dv_dtype = p_.dtype;
     }
+    p_.unaligned_q = is_unaligned(a_.q);
+    p_.unaligned_k = is_unaligned(a_.k);
+    p_.unaligned_v = is_unaligned(a_.v);
+    p_.unaligned_dout = p_.has_dout && is_unaligned(a_.dout);
     bool given = false;
     FG_RETURN_IF_ERROR(take_vector(t.cu_seqlens_q, "cu_seqlens_q", "(batch + 1)", p_.batch + 1,
                                    &a_.cu_seqlens_q, &given));
@@ -298,6 +331,15 @@ class Validator {
     tensor->head_stride = s[k + 1];
     tensor->dim_stride = want.shape[k + 2] > 1 ? s[k + 2] : 1;
     return {};
+  }
+
+  static bool is_unaligned(const Tensor& t) {
+    const std::int64_t elements = 16 / size_bytes(t.dtype);
+    const auto starts_anywhere = [elements](std::int64_t stride) {
+      return stride < 0 || stride % elements != 0;
+    };
+    return t.dim_stride != 1 || starts_anywhere(t.batch_stride) || starts_anywhere(t.row_stride) ||
+           starts_anywhere(t.head_stride);
   }
 
   Status take_lse(const DLTensor* t, Want want, Tensor* tensor) {

@@ -419,13 +419,14 @@ bool WorkspaceMemory::guards_intact() const {
   if (begin_ != nullptr && !intact(begin_ - kGuardBytes)) {
     return false;
   }
+  if (device_begin_ == nullptr) {
+    return true;
+  }
   std::array<std::byte, kGuardBytes> guard;
   for (const std::byte* from : {device_begin_ - kGuardBytes, device_end_}) {
-    if (device_begin_ != nullptr) {
-      download(from, guard.data(), {kGuardBytes, kGuardBytes});
-      if (!intact(guard.data())) {
-        return false;
-      }
+    download(from, guard.data(), {kGuardBytes, kGuardBytes});
+    if (!intact(guard.data())) {
+      return false;
     }
   }
   return true;

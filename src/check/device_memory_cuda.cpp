@@ -2,6 +2,7 @@
 // Implements check/device_memory.hpp on the CUDA runtime.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -18,13 +19,30 @@ void require(cudaError_t error, const char* what) {
 }
 
 void copy(const std::byte* from, std::byte* to, const Rows& rows, cudaMemcpyKind kind) {
+  constexpr const char* kWhat = "copy between host and device";
   if (rows.width_bytes == 0) {
     return;
   }
-  require(rows.count == 1 ? cudaMemcpy(to, from, rows.width_bytes, kind)
-                          : cudaMemcpy2D(to, rows.pitch_bytes, from, rows.pitch_bytes,
-                                         rows.width_bytes, rows.count, kind),
-          "copy between host and device");
+  if (rows.count > 1) {
+    require(cudaMemcpy2D(to, rows.pitch_bytes, from, rows.pitch_bytes, rows.width_bytes, rows.count,
+                         kind),
+            kWhat);
+    return;
+  }
+  // The driver stages pageable memory through buffers of its own, which several threads fill faster
+  // than one: tens of gigabytes come here.
+  constexpr std::size_t kChunk = std::size_t{1} << 27;
+  cudaError_t error = cudaSuccess;
+#pragma omp parallel for schedule(dynamic) if (rows.width_bytes > kChunk)
+  for (std::size_t begin = 0; begin < rows.width_bytes; begin += kChunk) {
+    const cudaError_t result =
+        cudaMemcpy(to + begin, from + begin, std::min(kChunk, rows.width_bytes - begin), kind);
+    if (result != cudaSuccess) {
+#pragma omp critical(flashgrad_copy_error)
+      error = result;
+    }
+  }
+  require(error, kWhat);
 }
 
 }  // namespace

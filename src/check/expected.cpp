@@ -19,6 +19,13 @@ using reference::kBlock;
 using reference::NaiveFormula;
 using Exact = reference::Formula<double>;
 
+// A backward that is exact but for its out, which is rounded as it is stored.
+struct RoundedOut : Exact {
+  DType dtype;
+  explicit RoundedOut(const Problem& p) : Exact(p), dtype(p.dtype) {}
+  [[nodiscard]] double out(double sum) const { return rounded(dtype, sum); }
+};
+
 // ds with nothing cancelled.
 struct Uncancelled : Exact {
   using Exact::Exact;
@@ -77,10 +84,14 @@ void Expected::Impl::make_tasks() {
   for (std::size_t n = 0; n < units.size(); ++n) {
     const Unit& u = units[n];
     const auto add = [&](std::vector<Task>& tasks, std::int64_t heads, std::size_t count) {
+      // A few rows of a long sequence take as long as many of a short one: something for each
+      // thread.
+      const std::size_t size =
+          std::clamp<std::size_t>(count / static_cast<std::size_t>(threads()), 1, kBlock);
       for (std::int64_t head = 0; head < heads; ++head) {
-        for (std::size_t begin = 0; begin < count; begin += kBlock) {
+        for (std::size_t begin = 0; begin < count; begin += size) {
           tasks.push_back({n, head, static_cast<std::int64_t>(begin),
-                           static_cast<int>(std::min<std::size_t>(kBlock, count - begin))});
+                           static_cast<int>(std::min(size, count - begin))});
         }
       }
     };
@@ -242,8 +253,12 @@ void Expected::Impl::measure(const std::vector<Values<float>>& naive) {
   }
 }
 
-// What f32 may lose in dp - delta + dlse. Where every row sees one key the difference is 0; naive
-// finds it exactly, since its two sums run in the same order, and the rule's bound would be 0.
+// What dq and dk may lose though naive did not. f32: in dp - delta + dlse, where every row sees one
+// key the difference is 0; naive finds it exactly, since its two sums run in the same order, and
+// the rule's bound would be 0. 16 bits: p, ds and the out of delta are rounded to u; in a few dozen
+// elements naive's own roundings cancel by luck, in thousands they don't. A sum of n terms that are
+// each off by u times their size is off by u / sqrt(n) times the sum of the sizes; twice that is
+// allowed.
 double Expected::Impl::cancellation_floor(Output output) const {
   std::vector<Values<double>> magnitudes(units.size());
   std::vector<Values<double>*> pointers;
@@ -252,12 +267,34 @@ double Expected::Impl::cancellation_floor(Output output) const {
   }
   compute(Uncancelled(problem), pointers);
   double largest = 0;
+  std::size_t elements = 0;
   for (const Values<double>& values : magnitudes) {
+    elements += values.of[output].size();
     for (const double x : values.of[output]) {
       largest = std::isfinite(x) ? std::max(largest, std::abs(x)) : largest;
     }
   }
-  return problem.dtype == DType::kF64 ? 1e-15 * largest : 1e-6 * largest;
+  if (problem.dtype == DType::kF64) {
+    return 1e-15 * largest;
+  }
+  constexpr std::size_t kFewElements = 256;
+  if (!is_16_bit(problem.dtype) || elements > kFewElements) {
+    return 1e-6 * largest;
+  }
+  const double u = problem.dtype == DType::kBF16 ? 0x1p-9 : 0x1p-12;
+  return 2 * (2 * u) * largest;
+}
+
+const std::vector<Values<double>>& Expected::Impl::of_rounded_out() const {
+  if (rounded_out.empty()) {
+    rounded_out.resize(units.size());
+    std::vector<Values<double>*> pointers;
+    for (Values<double>& values : rounded_out) {
+      pointers.push_back(&values);
+    }
+    compute(RoundedOut(problem), pointers);
+  }
+  return rounded_out;
 }
 
 Expected::Expected(const Problem& problem, const Args& args, const ExpectedOptions& options)

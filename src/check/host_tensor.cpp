@@ -96,6 +96,12 @@ std::int64_t gap_after_vector(const HostTensor& t) {
   return std::max<std::int64_t>(gap, 0);
 }
 
+// Whether there is nothing but its elements in the buffer.
+bool fills(const HostTensor& t) {
+  return static_cast<std::size_t>(t.num_elements()) * width_bytes(t.dtype()) ==
+         t.buffer()->size_bytes();
+}
+
 template <class F>
 void for_each_gap(const HostTensor& t, F&& f) {
   const auto width = static_cast<std::int64_t>(width_bytes(t.dtype()));
@@ -115,7 +121,7 @@ void for_each_block(const HostTensor& t, F&& f) {
   const Buffer& buffer = *t.buffer();
   const auto width = static_cast<std::int64_t>(width_bytes(t.dtype()));
   const auto all_bytes = static_cast<std::int64_t>(buffer.size_bytes());
-  if (!buffer.sparse() || t.num_elements() * width == all_bytes) {
+  if (!buffer.sparse() || fills(t)) {
     f(std::size_t{0}, Rows{buffer.size_bytes(), buffer.size_bytes()});
     return;
   }
@@ -208,7 +214,13 @@ Buffer::Buffer(std::size_t size_bytes) : size_bytes_(size_bytes + size_bytes % 2
 
 Buffer::~Buffer() { munmap(mapping_, mapping_bytes_); }
 
-void Buffer::poison() const { write_poison(data_, data_ + size_bytes_); }
+void Buffer::poison() const {
+  constexpr std::size_t kChunk = std::size_t{1} << 26;
+#pragma omp parallel for if (size_bytes_ > kChunk)
+  for (std::size_t begin = 0; begin < size_bytes_; begin += kChunk) {
+    write_poison(data_ + begin, data_ + std::min(begin + kChunk, size_bytes_));
+  }
+}
 
 bool Buffer::guards_intact() const {
   if (!is_poison(static_cast<const std::byte*>(mapping_), data_)) {
@@ -323,7 +335,7 @@ double HostTensor::get(std::int64_t n) const { return load(dtype_, address(n)); 
 void HostTensor::set(std::int64_t n, double value) const { store(dtype_, address(n), value); }
 
 void HostTensor::poison() const {
-  if (!buffer_->sparse()) {
+  if (!buffer_->sparse() || fills(*this)) {
     buffer_->poison();
     return;
   }

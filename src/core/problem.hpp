@@ -37,6 +37,12 @@ struct Problem {
       0;  // no sequence has more rows (never 0 in a packed problem with rows)
   std::int64_t max_seqlen_kv = 0;  // no sequence has more keys
   bool packed = false;
+  // By their strides, vectors of columns that do not all start at multiples of 16 bytes or have
+  // gaps between their elements: a GPU's copy engine can't address these tensors.
+  bool unaligned_q = false;
+  bool unaligned_k = false;
+  bool unaligned_v = false;
+  bool unaligned_dout = false;
 
   bool has_seqused_q = false;
   bool has_seqused_kv = false;

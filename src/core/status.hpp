@@ -3,7 +3,9 @@
 // want).
 #pragma once
 
+#include <cstddef>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "flashgrad/flashgrad.h"
@@ -16,6 +18,17 @@ struct [[nodiscard]] Status {
 
   [[nodiscard]] bool ok() const { return code == FG_OK; }
 };
+
+// A caller's text as a part of a message: in quotes, one line of ASCII, not longer than what it
+// could rightly be.
+inline std::string quoted(std::string_view text) {
+  constexpr std::size_t kMaxBytes = 64;
+  std::string result = "\"";
+  for (const char c : text.substr(0, kMaxBytes)) {
+    result += c >= ' ' && c <= '~' ? c : '?';
+  }
+  return result + (text.size() > kMaxBytes ? "...\"" : "\"");
+}
 
 inline Status invalid(std::string message) { return {FG_INVALID_ARGUMENT, std::move(message)}; }
 inline Status unsupported(std::string message) { return {FG_UNSUPPORTED, std::move(message)}; }

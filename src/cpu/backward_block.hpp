@@ -46,7 +46,7 @@ class KeyBlockTask {
         dk_(job.dk != nullptr ? job.dk + k0_ * plan.columns_qk : buffers.dk),
         dv_(job.dv != nullptr ? job.dv + k0_ * plan.columns_v : buffers.dv) {
     const double logit = p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale * kExponentUnit<Isa>;
-    scores_ = {static_cast<float>(logit), static_cast<float>(p_.softcap) * kExponentUnit<Isa>};
+    scores_ = {finite_float(logit), finite_float(p_.softcap * kExponentUnit<Isa>)};
   }
 
   // Computes dk and dv of the block and its part of dq.

@@ -76,7 +76,7 @@ const InstructionSet* selected_instruction_set() {
 
 std::string selection_error() {
   std::string message =
-      std::string(kVariable) + ": " + std::string(forced()) + ", want one that this machine has:";
+      std::string(kVariable) + ": " + quoted(forced()) + ", want one that this machine has:";
   for (const InstructionSet& set : kInstructionSets) {
     if (set.available()) {
       message += std::string(" ") + set.name;

@@ -106,12 +106,12 @@ class ForwardItemRun {
     const Problem& p = call.problem;
     // A scale of 0 becomes zeros in Q.
     const double scale = p.scale == 0 ? 1 : std::abs(p.scale);
-    logits_.softcap = static_cast<float>(p.softcap);
-    logits_.cap_input = p.softcap > 0 ? static_cast<float>(scale / p.softcap) : 0;
+    logits_.softcap = finite_float(p.softcap);
+    logits_.cap_input = p.softcap > 0 ? finite_float(scale / p.softcap) : 0;
     to_natural_ = p.softcap > 0 ? 1 : scale;
     // Not below the normal range, where -inf times it would not stay -inf.
     logits_.to_log2 =
-        std::max(static_cast<float>(to_natural_ * kLog2E), std::numeric_limits<float>::min());
+        std::max(finite_float(to_natural_ * kLog2E), std::numeric_limits<float>::min());
   }
 
   void run() {

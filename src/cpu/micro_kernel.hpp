@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "cpu/isa/common.hpp"
 
@@ -26,6 +27,13 @@ FG_INLINE constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple)
 }
 FG_INLINE constexpr std::int64_t ceil_div(std::int64_t n, std::int64_t by) {
   return (n + by - 1) / by;
+}
+
+// The nearest finite number of f32: a factor beyond its range must not make NaN of a product with
+// 0.
+FG_INLINE constexpr float finite_float(double x) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  return x > kMax ? kMax : x < -kMax ? -kMax : static_cast<float>(x);
 }
 
 // Rows of a tile of `kN` vectors: a narrow last panel takes twice the rows, to hide the latency of

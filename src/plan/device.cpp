@@ -48,14 +48,14 @@ Device parse_device(const std::string& json) {
 }
 
 const std::vector<Device>& devices() {
-  static const std::vector<Device> all = [] {
+  static const std::vector<Device> kDevices = [] {
     std::vector<Device> parsed;
     for (const char* text : kDeviceTexts) {
       parsed.push_back(parse_device(text));
     }
     return parsed;
   }();
-  return all;
+  return kDevices;
 }
 
 const Device& find_device(const std::string& name) {

@@ -455,7 +455,7 @@ std::vector<Kernel> weighed_kernels() {
 }
 
 const std::vector<Kernel>& kernels() {
-  static const std::vector<Kernel> all = [] {
+  static const std::vector<Kernel> kKernels = [] {
     constexpr int kHeadDim = 128;
     std::vector<Kernel> list = {standard_forward(kHeadDim), fa1_forward(kHeadDim),
                                 fa2_forward(kHeadDim),      hopper_forward({}),
@@ -467,7 +467,8 @@ const std::vector<Kernel>& kernels() {
     }
     return list;
   }();
-  return all;
+  return kKernels;
+  ;
 }
 
 const Kernel& find_kernel(const std::string& name) {

@@ -101,7 +101,8 @@ std::vector<int> query_blocks(const HeadData& data, int rows, int first_key, int
   const Range range = data.band().q_range(first_key, first_key + keys);
   std::vector<int> blocks;
   for (int block = 0; block * rows < data.queries; ++block) {
-    if (block * rows < range.end && (block + 1) * rows > range.begin) {
+    const std::int64_t begin = std::int64_t{block} * rows;
+    if (begin < range.end && begin + rows > range.begin) {
       blocks.push_back(block);
     }
   }
@@ -156,7 +157,8 @@ HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint
   fill(data.dout, queries);
   const auto element = [head_dim](const std::vector<std::uint16_t>& tensor, int row, int column) {
     return static_cast<double>(
-        bf16_to_f32(tensor[static_cast<std::size_t>(row * head_dim + column)]));
+        bf16_to_f32(tensor[static_cast<std::size_t>(row) * static_cast<std::size_t>(head_dim) +
+                           static_cast<std::size_t>(column)]));
   };
   const Band band = data.band();
   for (int row = 0; row < queries; ++row) {
@@ -191,7 +193,7 @@ HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint
 }
 
 const std::vector<ProgramChoice>& programs() {
-  static const std::vector<ProgramChoice> all = {
+  static const std::vector<ProgramChoice> kPrograms = {
       {"fa4", "fa4-backward", 128, 128,
        [](const HeadData& data, int first_key) { return fa4_program(data, first_key, 1); }},
       {"fa4-2cta", "fa4-backward-2cta", 256, 128,
@@ -209,7 +211,8 @@ const std::vector<ProgramChoice>& programs() {
          return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD128Cluster));
        }},
   };
-  return all;
+  return kPrograms;
+  ;
 }
 
 const ProgramChoice& find_program(const std::string& name) {

@@ -23,17 +23,13 @@ double pattern(std::uint64_t a, std::uint64_t b) {
 }
 
 // Which query block, among all of a head and of all heads, a tile visits at a step.
-std::int64_t visited(const ScheduleProblem& problem, const WorkTile& tile, Walk walk,
-                     std::int64_t step, std::int64_t heads_stride) {
+std::int64_t visited(const WorkTile& tile, Walk walk, std::int64_t step,
+                     std::int64_t heads_stride) {
   const std::int64_t length = tile.end - tile.begin;
   const std::int64_t head = step / length;
   std::int64_t at = step % length;
   if (walk == Walk::kDescending) {
     at = length - 1 - at;
-  } else if (walk == Walk::kShifted) {
-    // Tiles of a head start evenly apart, in the order of their keys.
-    const std::int64_t keys = std::max<std::int64_t>(problem.seqlen_kv, 1);
-    at = (at + tile.first_row * length / keys) % length;
   }
   return tile.slot + head * heads_stride + tile.begin + at;
 }
@@ -67,7 +63,9 @@ class Simulation {
       first_step_.push_back(first_step_.back() + static_cast<std::size_t>(tile.steps));
     }
     result_.add_times.resize(first_step_.back());
-    if (turns_ != Turns::kFree) {
+    if (turns_ == Turns::kKernel) {
+      take_turns();
+    } else if (turns_ != Turns::kFree) {
       assign_turns(problem, policy);
     }
   }
@@ -107,6 +105,18 @@ class Simulation {
   }
 
  private:
+  // The kernel's own; a block's first turn is the lowest.
+  void take_turns() {
+    for (const WorkTile& tile : tiles_) {
+      block_.insert(block_.end(), tile.visits.begin(), tile.visits.end());
+      turn_.insert(turn_.end(), tile.turns.begin(), tile.turns.end());
+    }
+    for (std::size_t i = 0; i < block_.size(); ++i) {
+      const auto [first, added] = next_turn_.emplace(block_[i], turn_[i]);
+      first->second = std::min(first->second, turn_[i]);
+    }
+  }
+
   // The rank of every visit among those of its query block, and the block of every step.
   void assign_turns(const ScheduleProblem& problem, const Policy& policy) {
     std::int64_t heads_stride = 0;
@@ -129,7 +139,7 @@ class Simulation {
     for (std::size_t t = 0; t < tiles_.size(); ++t) {
       for (std::int64_t step = 0; step < tiles_[t].steps; ++step) {
         const std::size_t at = first_step_[t] + static_cast<std::size_t>(step);
-        block_[at] = visited(problem, tiles_[t], policy.walk, step, heads_stride);
+        block_[at] = visited(tiles_[t], policy.walk, step, heads_stride);
         const double key = turns_ == Turns::kKeyBlock ? static_cast<double>(tiles_[t].first_row)
                            : turns_ == Turns::kStep   ? static_cast<double>(step)
                                                       : planned[at];
@@ -259,13 +269,13 @@ class Simulation {
 }  // namespace
 
 const std::vector<Policy>& policies(bool backward) {
-  static const std::vector<Policy> forward_policies = {
+  static const std::vector<Policy> kForwardPolicies = {
       {"natural", "one head after the other, query blocks ascending", Launch::kNatural, false,
        Walk::kDescending, Turns::kFree},
       {"sections", "sections of heads, longest tiles first: the sm90 forward's",
        Launch::kLongestFirst, true, Walk::kDescending, Turns::kFree},
   };
-  static const std::vector<Policy> backward_policies = {
+  static const std::vector<Policy> kBackwardPolicies = {
       {"natural", "one head after the other, key blocks ascending", Launch::kNatural, false,
        Walk::kDescending, Turns::kFree},
       {"sections", "sections of heads, key blocks ascending: the sm90 backward's", Launch::kNatural,
@@ -274,18 +284,16 @@ const std::vector<Policy>& policies(bool backward) {
        Walk::kDescending, Turns::kFree},
       {"turns-natural", "natural, query blocks ascending, turns by key block", Launch::kNatural,
        false, Walk::kAscending, Turns::kKeyBlock},
-      {"turns-longest-first", "longest first, query blocks descending, turns by key block",
-       Launch::kLongestFirst, true, Walk::kDescending, Turns::kKeyBlock},
+      {"turns-sm90", "the ordered sm90 backward's: sections, its own walk and turns",
+       Launch::kNatural, true, Walk::kDescending, Turns::kKernel},
       {"turns-shortest-first", "one head after the other, shortest first, turns by step",
        Launch::kShortestFirst, false, Walk::kAscending, Turns::kStep},
       {"turns-shortest-swizzled", "sections of heads, shortest first: FlashAttention-4's",
        Launch::kShortestFirst, true, Walk::kAscending, Turns::kStep},
-      {"turns-shifted", "longest first, each tile starts further on, turns by step",
-       Launch::kLongestFirst, true, Walk::kShifted, Turns::kStep},
       {"turns-planned", "longest first, turns as a free run takes them", Launch::kLongestFirst,
        true, Walk::kDescending, Turns::kPlanned},
   };
-  return backward ? backward_policies : forward_policies;
+  return backward ? kBackwardPolicies : kForwardPolicies;
 }
 
 const Policy& find_policy(bool backward, const std::string& name) {

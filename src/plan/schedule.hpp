@@ -38,6 +38,9 @@ struct WorkTile {
   std::int64_t slot = 0;
   std::int64_t steps = 0;
   double unit_bytes = 0;  // of the tensors that the unit's tiles share
+  // With the kernel's turns: the query block of each step, and the tile's turn there.
+  std::vector<std::int64_t> visits;
+  std::vector<std::int64_t> turns;
 };
 
 // How a launch order, a walk over the steps of a tile and the turns at dq go together.
@@ -50,11 +53,12 @@ struct Policy {
     kShortestFirst,  // likewise
   } launch;
   bool swizzled;  // sections of ScheduleProblem::section heads; otherwise of one
-  enum class Walk : std::uint8_t { kDescending, kAscending, kShifted } walk;
+  enum class Walk : std::uint8_t { kDescending, kAscending } walk;  // the kernel's has its own
   enum class Turns : std::uint8_t {
     kFree,      // whoever is ready adds to dq: the bits change from run to run
     kKeyBlock,  // ascending key blocks
     kStep,      // in the order of the steps at which the tiles come to a query block
+    kKernel,    // as the ordered sm90 kernels do: by key block, rotated where a mask hides nothing
     kPlanned,   // in the order of a run without turns: depends on the whole batch and the machine
   } turns;
 };
@@ -68,6 +72,7 @@ struct TileSize {
   int rows = 128;  // forward
   int keys = 128;
   int cluster = 1;
+  int max_round = 32;  // of rotating tiles: at most half of the processors (bwd_launch.cu)
 };
 std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
                                    const TileSize& tile);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 #include "cuda/sm90/fwd_schedule.hpp"
 #include "cuda/sm90/key_tile.cuh"
@@ -17,8 +18,10 @@ std::vector<std::int32_t> offsets(const std::vector<std::int32_t>& lengths) {
   return cu_seqlens;
 }
 
+// `max_round`: of rotating tiles; negative: not an ordered kernel.
 template <int kKeys, int kCluster>
-std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_t section) {
+std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_t section,
+                                     int max_round) {
   const bool packed = !problem.packed_q.empty();
   const std::vector<std::int32_t> cu_q = offsets(problem.packed_q);
   const std::vector<std::int32_t> cu_kv = offsets(problem.packed_kv);
@@ -35,14 +38,23 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
   params.head_dim = problem.head_dim;
   params.head_dim_v = problem.head_dim;
   params.num_kv_blocks = sm90::num_blocks(packed, packed ? params.sequences.batch : 1,
-                                          params.sequences.rows_kv, kKeys * kCluster);
+                                          params.sequences.rows_kv, std::int64_t{kKeys} * kCluster);
   params.num_units = (packed ? 1 : problem.batch) * problem.heads_kv;
-  params.section = section;
+  params.section = std::min(section, params.num_units);
+  if (max_round > 0) {
+    params.max_round = max_round;
+    params.round = packed ? params.num_kv_blocks
+                          : sm90::rotation((problem.seqlen_q + sm90::kBlockM - 1) / sm90::kBlockM,
+                                           params.num_kv_blocks, max_round)
+                                .round;
+  }
   const std::int64_t blocks_per_head =
       sm90::num_blocks(packed, params.sequences.batch, params.sequences.rows_q, sm90::kBlockM);
   std::vector<WorkTile> tiles;
   for (std::int64_t i = 0; i < params.num_units * params.num_kv_blocks; ++i) {
-    const sm90::KeyTile tile = sm90::key_tile<kKeys, kCluster>(params, i * kCluster);
+    const sm90::KeyTile tile = max_round < 0
+                                   ? sm90::key_tile<kKeys, kCluster>(params, i * kCluster)
+                                   : sm90::key_tile<kKeys, kCluster, true>(params, i * kCluster);
     if (tile.num_steps == 0) {
       continue;  // it only writes zeros
     }
@@ -63,7 +75,19 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
     work.end = tile.m_end;
     work.slot = tile.head_kv * params.group * blocks_per_head + tile.q_block;
     work.steps = tile.num_steps;
-    tiles.push_back(work);
+    if (max_round >= 0) {
+      sm90::StepWalk<true> walk(tile, static_cast<int>(params.group));
+      sm90::Turn turn(tile);
+      sm90::RowStatistics rows{};
+      rows.num_blocks = blocks_per_head;
+      for (int step = 0; step < tile.num_steps; ++step) {
+        work.visits.push_back(walk.slot(rows, tile));
+        work.turns.push_back(turn.value);
+        walk.advance();
+        turn.advance(walk, tile);
+      }
+    }
+    tiles.push_back(std::move(work));
   }
   return tiles;
 }
@@ -126,15 +150,15 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
 }
 
 std::vector<WorkTile> backward_order(const ScheduleProblem& problem, const TileSize& tile,
-                                     std::int64_t section) {
+                                     std::int64_t section, int max_round) {
   if (tile.cluster == 2 && tile.keys == 128) {
-    return backward_tiles<128, 2>(problem, section);
+    return backward_tiles<128, 2>(problem, section, max_round);
   }
   if (tile.cluster == 1 && tile.keys == 128) {
-    return backward_tiles<128, 1>(problem, section);
+    return backward_tiles<128, 1>(problem, section, max_round);
   }
   if (tile.cluster == 1 && tile.keys == 256) {
-    return backward_tiles<256, 1>(problem, section);
+    return backward_tiles<256, 1>(problem, section, max_round);
   }
   throw std::invalid_argument("backward tiles have 128 keys, a cluster of two of them, or 256");
 }
@@ -177,7 +201,14 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
   if (!problem.backward) {
     return forward_order(problem, tile, section, policy.launch == Policy::Launch::kLongestFirst);
   }
-  std::vector<WorkTile> tiles = backward_order(problem, tile, section);
+  if (policy.turns == Policy::Turns::kKernel) {
+    // Where none rotate, ordered kernels take twice as many heads (section_size in bwd_launch.cu).
+    const bool rotates =
+        problem.mask.left >= kUnboundedFrom && problem.mask.right >= kUnboundedFrom;
+    return backward_order(problem, tile, rotates ? section : 2 * section,
+                          rotates ? tile.max_round : 0);
+  }
+  std::vector<WorkTile> tiles = backward_order(problem, tile, section, -1);
   switch (policy.launch) {
     case Policy::Launch::kNatural:
       break;

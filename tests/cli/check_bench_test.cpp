@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `flashgrad check` and `flashgrad bench`: what they accept, print and write.
+#include <sys/stat.h>
+
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -150,6 +152,14 @@ TEST_F(Bench, SuitesFromFiles) {
         R"({"shapes": [{"shape": 8, "dtypes": "f32", "masks": ["full"]}]})"}) {
     put("suite.json", text);
     expect_one_line_refusal({"bench", "--suite", path("suite.json")}, 2, "suite");
+  }
+}
+
+// What would be read for ever.
+TEST_F(Bench, SuitesFromOtherThanFiles) {
+  ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
+  for (const std::string& suite : {path("pipe"), std::string("/dev/zero"), path("")}) {
+    expect_one_line_refusal({"bench", "--suite", suite}, 2, "neither a suite");
   }
 }
 

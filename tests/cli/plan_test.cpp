@@ -37,6 +37,7 @@ TEST_F(Plan, RooflinePrintsTheAccounts) {
   expect_words(out_of({"roofline", "--generations"}),
                {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
   expect_words(out_of({"roofline", "--sources"}), {"dsmem_bytes_per_clk", "assumed", "data sheet"});
+  expect_words(out_of({"roofline", "--device", "cpu"}), {"this machine", "GFLOP/s", "caches"});
   expect_words(out_of({"roofline", "--kernel", "hopper-backward", "--head-dim", "192"}),
                {"64x96", "a 2-CTA cluster: -4.8 % speed"});
 }
@@ -54,7 +55,7 @@ TEST_F(Plan, ScheduleComparesAndDraws) {
   const std::string json = path("schedule.json");
   const std::string text = out_of({"schedule", "--tokens", "4096", "--heads", "8", "--causal",
                                    "--cluster", "2", "--compare", "--svg", svg, "--json", json});
-  expect_words(text, {"sections", "turns-longest-first", "turns-shortest-swizzled", "waiting"});
+  expect_words(text, {"sections", "turns-sm90", "turns-shortest-swizzled", "waiting"});
   expect_words(contents("gantt.svg"), {"<svg", "</svg>"});
   expect_words(contents("schedule.json"), {"makespan_cycles"});
   expect_words(

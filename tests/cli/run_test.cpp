@@ -116,6 +116,18 @@ TEST_F(Run, NamesWhatItDoesNotRead) {
   EXPECT_NE(result.err.find("'flag'"), std::string::npos);
 }
 
+TEST_F(Run, NamesAFewOfTheMany) {
+  std::vector<FileTensor> tensors = forward_inputs("BF16");
+  for (int i = 0; i < 1000; ++i) {
+    tensors.push_back({"weight" + std::to_string(i), "F32", {0}, {}});
+  }
+  write_input(tensors);
+  const ToolResult result = run();
+  EXPECT_EQ(result.exit_status, 0);
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 9);
+  EXPECT_NE(result.err.find("992 more tensors are not read"), std::string::npos) << result.err;
+}
+
 TEST_F(Run, WindowForms) {
   write_input(inputs("F32"));
   const auto full = outputs_with({});
@@ -187,6 +199,34 @@ TEST_F(Run, AlignScaleSoftcap) {
   for (const double x : values("lse")) {
     EXPECT_NEAR(x, std::log(50.0), 1e-5);
   }
+}
+
+// Where factors leave the range of f32 the result is that of the limit, or the call is refused.
+TEST_F(Run, ScaleAndSoftcapOfExtremeSize) {
+  write_input(inputs("F32"));
+  const auto full = outputs_with({});
+  EXPECT_EQ(outputs_with({"--softcap", "1e300"}), full);
+  EXPECT_EQ(outputs_with({"--softcap", "1e38"}), full);
+  EXPECT_EQ(outputs_with({"--scale", "1e-50", "--softcap", "15"}),
+            outputs_with({"--scale", "1e-50"}));
+  for (const std::vector<std::string>& options :
+       {std::vector<std::string>{"--scale", "1e-20", "--softcap", "1e30"},
+        {"--scale", "-1e-37", "--softcap", "1.5"},
+        {"--softcap", "1e-45"},
+        {"--softcap", "1e-300"},
+        {"--softcap", "1e30"}}) {
+    for (const char* isa : {"generic", ""}) {
+      SCOPED_TRACE(testing::PrintToString(options) + isa);
+      std::vector<std::string> checked = options;
+      checked.emplace_back("--check");
+      ToolEnvironment environment;
+      environment.variables = {std::string("FLASHGRAD_CPU_ISA=") + isa};
+      const ToolResult result = run(checked, environment);
+      EXPECT_EQ(result.exit_status, 0) << result.out << result.err;
+    }
+  }
+  std::filesystem::remove(path("out"));
+  expect_refused({"--scale", "-1e39"}, 2, "scale: -1e+39, want a number in the range of f32");
 }
 
 TEST_F(Run, ThreadsGiveTheSameBits) {

@@ -27,6 +27,16 @@ TEST_F(Usage, HelpAndVersion) {
   EXPECT_EQ(run_tool({"--version"}).out, "flashgrad " FLASHGRAD_EXPECTED_VERSION "\n");
 }
 
+TEST_F(Usage, HelpThatCannotBeWrittenIsAnError) {
+  ToolEnvironment environment;
+  environment.out_file = "/dev/full";
+  for (const char* option : {"--help", "--version"}) {
+    const ToolResult result = run_tool({option}, environment);
+    EXPECT_EQ(result.exit_status, 2) << option;
+    EXPECT_NE(result.err.find("can't write"), std::string::npos) << result.err;
+  }
+}
+
 TEST_F(Usage, Info) {
   const ToolResult result = run_tool({"info"});
   EXPECT_EQ(result.exit_status, 0);
@@ -135,9 +145,12 @@ TEST_F(Usage, EnvironmentIsCheckedToo) {
         {"check", "--shape", "sq=8,d=8"}}) {
     const ToolResult refused = run_tool(arguments, environment);
     EXPECT_EQ(refused.exit_status, 2);
-    EXPECT_NE(refused.err.find("FLASHGRAD_CPU_ISA: mmx"), std::string::npos) << refused.err;
+    EXPECT_NE(refused.err.find("FLASHGRAD_CPU_ISA: \"mmx\""), std::string::npos) << refused.err;
   }
   EXPECT_EQ(run_tool({"info"}, environment).exit_status, 0);
+  // More threads than a machine has room for.
+  environment.variables = {"OMP_NUM_THREADS=99999999"};
+  EXPECT_EQ(run({}, environment).exit_status, 0);
   environment.variables = {"FLASHGRAD_CPU_ISA=generic"};
   EXPECT_NE(run({}, environment).out.find("backend cpu: generic"), std::string::npos);
 }

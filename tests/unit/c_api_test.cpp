@@ -99,6 +99,50 @@ TEST(CApi, UnknownBackendsAreRefusedWithTheNames) {
   }
 }
 
+// The message stays one short line of ASCII, whatever the caller's bytes.
+TEST(CApi, AMessageQuotesNamesPrintably) {
+  TestCall call(Layout::kFixed);
+  const fg_tensors tensors = call.assemble();
+  call.options.backend = "a\n\x1b[31m\xff";
+  EXPECT_EQ(fg_supports(FG_FORWARD, &tensors, &call.options, nullptr), FG_INVALID_ARGUMENT);
+  EXPECT_TRUE(mentions(fg_last_error(), "backend: \"a??[31m?\", want one of")) << fg_last_error();
+  const std::string long_name(100000, 'x');
+  call.options.backend = long_name.c_str();
+  EXPECT_EQ(fg_supports(FG_FORWARD, &tensors, &call.options, nullptr), FG_INVALID_ARGUMENT);
+  EXPECT_TRUE(mentions(fg_last_error(), std::string(64, 'x') + "...\", want")) << fg_last_error();
+  EXPECT_LT(std::strlen(fg_last_error()), 200U);
+}
+
+// However many sequences without rows there are, dsinks is zeros and nothing follows their number.
+TEST(CApi, AHugeBatchOfNothingNeedsNoMoreThanNone) {
+  std::vector<std::size_t> sizes;
+  for (const std::int64_t batch : {std::int64_t{0}, std::int64_t{1} << 50}) {
+    TestCall call(Layout::kFixed);
+    for (TestTensor* t : {&call.q, &call.k, &call.v, &call.out, &call.lse, &call.dout, &call.dlse,
+                          &call.dq, &call.dk, &call.dv}) {
+      t->shape[0] = batch;
+      t->shape[t == &call.lse || t == &call.dlse ? 2 : 1] = 0;
+    }
+    for (TestTensor* t : {&call.seqused_q, &call.seqused_kv, &call.q_offset}) {
+      t->given = false;
+    }
+    call.dsinks.storage.assign(call.dsinks.storage.size(), std::byte{7});
+    const fg_tensors tensors = call.assemble();
+    std::size_t minimum = 0;
+    ASSERT_EQ(fg_workspace_size(FG_BACKWARD, &tensors, &call.options, &minimum, nullptr), FG_OK)
+        << fg_last_error();
+    sizes.push_back(minimum);
+    std::vector<std::byte> workspace(sizes[0]);
+    ASSERT_EQ(fg_backward(&tensors, &call.options, workspace.data(), workspace.size(), nullptr),
+              FG_OK)
+        << fg_last_error();
+    for (int h = 0; h < 4; ++h) {
+      EXPECT_EQ(reinterpret_cast<const float*>(call.dsinks.storage.data())[h], 0);
+    }
+  }
+  EXPECT_EQ(sizes[1], sizes[0]);
+}
+
 TEST(CApi, TheEnvironmentForcesABackendUnlessTheCallerDoes) {
   TestCall call(Layout::kFixed);
   const fg_tensors tensors = call.assemble();

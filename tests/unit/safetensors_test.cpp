@@ -45,7 +45,7 @@ std::string refusal(const std::string& header, std::uint64_t data_bytes) {
 
 TEST(ParseHeader, ReadsEveryDtypeInTheOrderOfTheBytes) {
   const std::string header =
-      "{\"__metadata__\":{\"a\":\"b\"}," + tensor("z", "BF16", "[2,3]", "[0,12]") + "," +
+      "{\"__metadata__\":{\"a\":\"b\",\"\":\"c\"}," + tensor("z", "BF16", "[2,3]", "[0,12]") + "," +
       tensor("a", "F64", "[1]", "[12,20]") + "," + tensor("scalar", "I32", "[]", "[20,24]") + "," +
       tensor("empty", "F16", "[0,7]", "[24,24]") + "}   ";
   const std::vector<TensorEntry> entries = parse_header(header, 24);

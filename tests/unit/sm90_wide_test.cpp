@@ -92,6 +92,7 @@ class Walk {
                                           sm90::kWideKeys * kKeyCluster);
     keys.num_units = extent.units;
     keys.section = 1;
+    keys.round = 1;
     sm90::BwdQueryParams queries{};
     queries.sequences = sequences_;
     queries.heads_q = problem_.heads_q;

@@ -269,6 +269,25 @@ TEST(Accepted, NoKeys) {
   accepted(kForward, c);
 }
 
+// As NumPy describes an array without elements.
+TEST(Accepted, EmptyTensorsOfAnyStride) {
+  for (const std::int64_t stride : {std::int64_t{0}, std::int64_t{-7}, INT64_MAX}) {
+    C c(kFixed);
+    for (TestTensor* t : {&c.q, &c.out, &c.dout, &c.dq, &c.k, &c.v, &c.dk, &c.dv}) {
+      t->shape[1] = 0;
+      t->strides.assign(4, stride);
+    }
+    for (TestTensor* t : {&c.lse, &c.dlse}) {
+      t->shape[2] = 0;
+      t->strides.assign(3, stride);
+    }
+    c.seqused_q.fill<std::int32_t>({0, 0});
+    c.seqused_kv.fill<std::int32_t>({0, 0});
+    accepted(kForward, c);
+    accepted(kBackward, c);
+  }
+}
+
 TEST(Accepted, NoSequences) {
   C c(kPacked);
   c.cu_seqlens_q.shape = c.cu_seqlens_kv.shape = {1};
@@ -388,6 +407,23 @@ TEST(Problem, WhatTheProblemHolds) {
   EXPECT_EQ(a.lse.offset(1, 2, 3), 12 + 2 + 3 * 3) << "lse is (batch, heads_q, seqlen_q)";
   EXPECT_FALSE(a.dk);
   EXPECT_EQ(a.seqused_kv[1], 4);
+}
+
+// The factor scale / softcap would be 0 in f32, and the logits with it.
+TEST(Problem, ACapThatF32CannotTellFromNoneIsNone) {
+  C call(kFixed);
+  Call result;
+  for (const auto& [scale, softcap] : {std::pair{0.5, 1e300}, {-1e-20, 1e30}, {1e-50, 15.0}}) {
+    call.options.scale = scale;
+    call.options.softcap = softcap;
+    ASSERT_TRUE(call.judge(kBackward, true, &result).ok());
+    EXPECT_EQ(result.problem.softcap, 0) << scale << ", " << softcap;
+    EXPECT_EQ(result.problem.scale, scale);
+  }
+  call.options.scale = -1e-37;
+  call.options.softcap = 8;
+  ASSERT_TRUE(call.judge(kBackward, true, &result).ok());
+  EXPECT_EQ(result.problem.softcap, 8);
 }
 
 TEST(Problem, WhatAPackedProblemHolds) {

@@ -183,6 +183,30 @@ TEST(Refused, Shapes) {
   not_served(kFixed, kForward, [](C& c) { c.v.shape[3] = 257; }, {"v: head_dim_v 257", "1 to 256"});
 }
 
+// Of these a workspace's size would not fit 64 bits. Strides of 0 make them possible.
+TEST(Refused, MoreRowsThanAWorkspaceCanBeFor) {
+  const auto rows = [](TestTensor& t, std::size_t k, std::int64_t n) {
+    t.shape[k] = n;
+    t.strides.assign(t.shape.size(), 0);
+    t.strides.back() = 1;
+  };
+  C c(kFixed);
+  c.seqused_q.given = false;
+  for (const auto& [n, code] :
+       {std::pair{std::int64_t{1} << 50, FG_OK}, {(std::int64_t{1} << 50) + 1, FG_UNSUPPORTED}}) {
+    for (TestTensor* t : {&c.q, &c.out, &c.dout, &c.dq}) {
+      rows(*t, 1, n);
+    }
+    for (TestTensor* t : {&c.lse, &c.dlse}) {
+      rows(*t, 2, n);
+    }
+    const Status status = c.judge(kBackward, false);
+    EXPECT_EQ(status.code, code) << status.message;
+  }
+  not_served(kPacked, kForward, [](C& x) { x.k.shape[0] = std::int64_t{1} << 52; },
+             {"k: 4503599627370496 rows of 2 heads", "2^52"});
+}
+
 TEST(Refused, Types) {
   not_served(kFixed, kForward, [](C& c) { c.q.dtype = kI32Type; },
              {"q: dtype i32", "f32, bf16, f16"});
@@ -389,6 +413,8 @@ TEST(Refused, Options) {
           {"scale:", "inf", "want a finite number"});
   refused(kFixed, kForward, [](C& c) { c.options.softcap = -1; },
           {"softcap: -1", "want a positive number"});
+  refused(kFixed, kBackward, [](C& c) { c.options.scale = -1e39; },
+          {"scale: -1e+39", "want a number in the range of f32"});
   refused(kFixed, kForward, [](C& c) { c.options.softcap = HUGE_VAL; },
           {"softcap: inf", "want a positive number"});
   refused(kFixed, kForward, [](C& c) { c.options.softcap = std::nan(""); },

@@ -6,9 +6,11 @@
 
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "options.hpp"
 #include "text.hpp"
@@ -24,8 +26,13 @@ std::string suite_text(const std::string& name_or_path) {
       return suite.json;
     }
   }
-  std::ifstream file(name_or_path, std::ios::binary);
-  if (!file) {
+  // A pipe without a writer or a device would be read for ever.
+  std::error_code error;
+  std::ifstream file;
+  if (std::filesystem::is_regular_file(name_or_path, error)) {
+    file.open(name_or_path, std::ios::binary);
+  }
+  if (!file.is_open()) {
     throw Error(fmt::format("--suite: '{}' is neither a suite ({}) nor a file that can be read",
                             printable(name_or_path), suite_names()));
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line `flashgrad`: run, check, bench, plan, info. Exit status 0: fine, 1: a check failed, 2:
-// bad usage or input, 3: unsupported.
+// The command line `flashgrad`: run, check, bench, plan, info. Exit status 0: fine, 1: a check
+// failed, 2: bad usage or input, 3: unsupported.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -8,6 +8,7 @@
 #include <exception>
 #include <iostream>
 #include <new>
+#include <sstream>
 
 #include "bench.hpp"
 #include "bench_suites.hpp"
@@ -112,7 +113,10 @@ int dispatch(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) {  // --help, --version
-      return app.exit(error);
+      std::ostringstream text;
+      const int exit_status = app.exit(error, text, text);
+      print_out(text.str());
+      return exit_status;
     }
     throw Error(fmt::format("{} (flashgrad --help tells more)", printable(error.what(), 400)));
   }

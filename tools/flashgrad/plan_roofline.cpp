@@ -261,8 +261,8 @@ ordered_json plan_memory(const PlanArguments& arguments) {
                   arguments.head_dim, arguments.dtype, arguments.gpus));
   const plan::MemoryPlan standard = plan::standard_backward_memory(shape);
   const plan::MemoryPlan recomputing = plan::recomputing_backward_memory(shape);
-  const ordered_json result = {{"standard", print_plan("standard, P stored", standard)},
-                               {"recomputing", print_plan("P made again", recomputing)}};
+  ordered_json result = {{"standard", print_plan("standard, P stored", standard)},
+                         {"recomputing", print_plan("P made again", recomputing)}};
   print_out(fmt::format("{} {:.0f} times less; {} holds {}: {}\n", "that is",
                         standard.total() / recomputing.total(), device.name,
                         format_bytes(device.hbm_bytes),

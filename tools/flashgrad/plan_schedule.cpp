@@ -98,7 +98,7 @@ BandMask plan_mask(const PlanArguments& arguments) {
 
 ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   const plan::Device& device = plan::find_device(arguments.device);
-  const Scheduled scheduled = scheduled_kernel(arguments, device);
+  Scheduled scheduled = scheduled_kernel(arguments, device);
   plan::ScheduleProblem problem;
   problem.backward = arguments.pass == "backward";
   problem.batch = arguments.batch;
@@ -126,6 +126,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   machine.processors = arguments.processors > 0
                            ? arguments.processors
                            : static_cast<int>(device.sm_count) / scheduled.tile.cluster;
+  scheduled.tile.max_round = std::clamp(machine.processors / 2, 1, 32);
   machine.step_cycles = arguments.step_cycles > 0 ? arguments.step_cycles
                                                   : plan::account(*scheduled.kernel, device).bound /
                                                         scheduled.steps_of_64;

@@ -34,6 +34,9 @@ struct Pass {
   std::uint64_t workspace_bytes = 0;
 };
 
+// A file may hold a whole model; more names than this would push what matters off the screen.
+constexpr std::int64_t kMaxNamesNoted = 8;
+
 // The inputs that the file has. Every other tensor in it is named and left alone.
 AttentionCall load_call(const std::string& path) {
   const SafetensorsFile file(path);
@@ -58,16 +61,22 @@ AttentionCall load_call(const std::string& path) {
   all.push_back({"q_offset", &call.q_offset});
 
   std::uint64_t total_bytes = 0;
+  std::int64_t num_unread = 0;
   for (const TensorEntry& entry : file.entries()) {
     const auto slot =
         std::find_if(all.begin(), all.end(), [&](const Slot& s) { return entry.name == s.name; });
     if (slot == all.end()) {
-      note(fmt::format("tensor '{}' is not one of run's inputs and is not read",
-                       printable(entry.name)));
+      if (num_unread++ < kMaxNamesNoted) {
+        note(fmt::format("tensor '{}' is not one of run's inputs and is not read",
+                         printable(entry.name)));
+      }
       continue;
     }
     dl_dtype(entry.name, entry.dtype);  // refuses what attention can't take
     total_bytes += entry.end - entry.begin;
+  }
+  if (num_unread > kMaxNamesNoted) {
+    note(fmt::format("{} more tensors are not read", num_unread - kMaxNamesNoted));
   }
   require_memory(static_cast<double>(total_bytes));
   for (const Slot& slot : all) {

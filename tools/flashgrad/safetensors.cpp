@@ -72,7 +72,7 @@ class HeaderHandler : public nlohmann::json_sax<json> {
   }
 
   bool string(string_t& value) override {
-    if (place_ == Place::kMetadata && !key_.empty()) {
+    if (place_ == Place::kMetadata) {
       return true;
     }
     if (place_ == Place::kTensor && key_ == "dtype") {

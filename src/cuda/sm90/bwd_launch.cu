@@ -11,6 +11,7 @@
 #include "cuda/sm90/bwd_kernels.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
+#include "cuda/sm90/bwd_repair.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
@@ -258,6 +259,29 @@ Status run_query(const Problem& p, const Args& args, const Plan& plan, const Row
   return launch_bwd_query(plan.padded_head_dim, p.softcap > 0, p.dtype, maps, params, args.stream);
 }
 
+Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows,
+                  int num_multiprocessors) {
+  // Without a band every row sees every key of its sequence: there is nothing to keep apart.
+  if (hides_nothing(p.mask) || !(p.wants_dq || p.wants_dk || p.wants_dv)) {
+    return {};
+  }
+  const BwdRepairParams params{.sequences = make_sequences(p, args),
+                               .heads_kv = p.heads_kv,
+                               .group = p.group(),
+                               .head_dim = p.head_dim,
+                               .head_dim_v = p.head_dim_v,
+                               .q = args.q,
+                               .k = args.k,
+                               .v = args.v,
+                               .dout = args.dout,
+                               .dq = p.wants_dq ? args.dq : Tensor{},
+                               .dk = p.wants_dk ? args.dk : Tensor{},
+                               .dv = p.wants_dv ? args.dv : Tensor{},
+                               .rows = rows,
+                               .scales = make_scales(p)};
+  return launch_bwd_repair(p.softcap > 0, p.dtype, num_multiprocessors, params, args.stream);
+}
+
 template <class T>
 Status run(const Problem& p, const Args& args) {
   const Plan plan = make_plan(p);
@@ -341,7 +365,7 @@ Status run(const Problem& p, const Args& args) {
                                     {.num_ctas = p.heads_q, .num_threads = kSinksThreads},
                                     args.stream, sinks));
   }
-  return {};
+  return run_repair(p, args, rows, device.num_multiprocessors);
 }
 
 }  // namespace

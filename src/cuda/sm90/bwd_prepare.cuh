@@ -45,8 +45,13 @@ __device__ __forceinline__ float partial_dot(const T* out, const T* dout, std::i
                       *reinterpret_cast<const uint4*>(dout + c));
     }
   } else {
-    for (std::int64_t c = lane; c < columns; c += 16) {
-      sum = fmaf(static_cast<float>(out[c]), static_cast<float>(dout[c * dout_stride]), sum);
+    // In the same order, so that delta's bits do not depend on strides.
+    for (std::int64_t first = 8 * lane; first < columns; first += 8 * 16) {
+      float part = 0;
+      for (std::int64_t c = first; c < first + 8 && c < columns; ++c) {
+        part = fmaf(static_cast<float>(out[c]), static_cast<float>(dout[c * dout_stride]), part);
+      }
+      sum += part;
     }
   }
   return sum;
@@ -110,7 +115,7 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
   const int lane = static_cast<int>(threadIdx.x) % 16;
   const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
   float dsink = 0;
-  bool unreadable = false;
+  int marks = 0;
   // The loads of four rows are issued together, also of rows of the tensors that turn out not to
   // count: waiting for lse first would double the latency.
   constexpr int kRows = kBlockM * 16 / kPrepareThreads;
@@ -179,12 +184,15 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
         dsink += expf(sink - lse[i]) * (dlse[i] - delta[i]);
       }
       // Rows past the end of the tensor come as zeros from the copy engine.
-      unreadable |= !readable[i] && sequence.q.begin + row_begin + r < s.rows_q;
+      const bool unreadable = !readable[i] && sequence.q.begin + row_begin + r < s.rows_q;
+      const bool is_nan = readable[i] && isnan(lse[i] + dlse[i] - delta[i]);
+      marks |= unreadable ? 1 : is_nan ? kHasNan : 0;
     }
   }
-  const int any_unreadable = __syncthreads_or(static_cast<int>(unreadable));
+  const bool any_unreadable = __syncthreads_or(marks & 1) != 0;
+  const bool any_nan = __syncthreads_or(marks & kHasNan) != 0;
   if (threadIdx.x == 0) {
-    p.rows.unreadable[slot] = any_unreadable;
+    p.rows.unreadable[slot] = (any_unreadable ? 1 : 0) + (any_nan ? kHasNan : 0);
   }
   if (p.rows.dsink_partial != nullptr) {
     __shared__ float partial[kPrepareThreads / 16];

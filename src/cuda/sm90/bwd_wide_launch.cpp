@@ -46,6 +46,7 @@ Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
       num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, kWideKeys * key_cluster);
   key_params.num_units = e.units;
   key_params.section = 1;
+  key_params.round = 1;
   key_params.q = args.q;
   key_params.k = args.k;
   key_params.v = args.v;

@@ -23,7 +23,7 @@ struct WideLoader {
   Shared shared;
   int rank;  // of the CTA in its cluster
   int lane;
-  StepWalk walk;
+  StepWalk<false> walk;
   std::uint32_t unreadable = 0;  // of the walk's next 32 blocks, which have rows not to be read
   std::uint32_t landing_parity = 0;
 

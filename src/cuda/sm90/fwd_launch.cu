@@ -49,7 +49,7 @@ constexpr std::size_t round_up(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-std::size_t copies_offset(const Problem& p, int block_m) {
+std::size_t schedule_end(const Problem& p, int block_m) {
   return kSchedule + (p.packed ? round_up(static_cast<std::size_t>(num_query_blocks(p, block_m)) *
                                           sizeof(FwdScheduleEntry))
                                : 0);
@@ -63,41 +63,6 @@ cuda::Extents key_extents(const Problem& p) {
 }
 cuda::Extents value_extents(const Problem& p) {
   return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim_v};
-}
-
-std::int64_t padded_columns(const cuda::Extents& e) { return (e.columns + 7) / 8 * 8; }
-std::size_t copy_bytes(const cuda::Extents& e) {
-  return round_up(static_cast<std::size_t>(e.batch * e.rows * e.heads * padded_columns(e) * 2));
-}
-
-// A tensor that the copy engine cannot address is copied into the workspace, if there is room; else
-// the kernel loads it element by element.
-Status copy_if_room(const cuda::Extents& e, void* stream, Tensor* tensor, std::uint8_t** room,
-                    std::size_t* bytes_left) {
-  const std::size_t bytes = copy_bytes(e);
-  if (cuda::can_map(*tensor, e) || bytes > *bytes_left) {
-    return {};
-  }
-  const FwdCopyParams params{.source = *tensor,
-                             .destination = reinterpret_cast<std::uint16_t*>(*room),
-                             .rows = e.rows,
-                             .heads = e.heads,
-                             .columns = e.columns,
-                             .num_vectors = e.batch * e.rows * e.heads};
-  constexpr std::int64_t kWarps = kFwdCopyThreads / 32;
-  constexpr std::int64_t kMaxCtas = 4096;
-  FG_RETURN_IF_ERROR(
-      cuda::launch("sm90 forward copy", fwd_copy,
-                   {.num_ctas = std::min((params.num_vectors + kWarps - 1) / kWarps, kMaxCtas),
-                    .num_threads = kFwdCopyThreads},
-                   stream, params));
-  tensor->data = *room;
-  tensor->head_stride = padded_columns(e);
-  tensor->row_stride = tensor->head_stride * e.heads;
-  tensor->batch_stride = tensor->row_stride * e.rows;
-  *room += bytes;
-  *bytes_left -= bytes;
-  return {};
 }
 
 Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows, std::uint32_t bit,
@@ -187,16 +152,8 @@ Status supports_forward(const Problem& p) {
 }
 
 WorkspaceSize forward_workspace_size(const Problem& p) {
-  const std::size_t minimum = copies_offset(p, kFwdConfigs[find_variant(p)].block_m()) + kAlignment;
-  // Compact tensors of other widths are not addressable.
-  std::size_t copies = 0;
-  if (p.head_dim % 8 != 0) {
-    copies += copy_bytes(query_extents(p)) + copy_bytes(key_extents(p));
-  }
-  if (p.head_dim_v % 8 != 0) {
-    copies += copy_bytes(value_extents(p));
-  }
-  return {minimum, minimum + copies};
+  const std::size_t bytes = schedule_end(p, kFwdConfigs[find_variant(p)].block_m()) + kAlignment;
+  return {bytes, bytes};
 }
 
 Status launch_forward(const Problem& p, const Args& args) {
@@ -210,9 +167,6 @@ Status launch_forward(const Problem& p, const Args& args) {
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
   const std::uintptr_t start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
-  auto* room = reinterpret_cast<std::uint8_t*>(start + copies_offset(p, config.block_m()));
-  std::size_t bytes_left = reinterpret_cast<std::uintptr_t>(args.workspace) + args.workspace_bytes -
-                           reinterpret_cast<std::uintptr_t>(room);
 
   FwdParams params = make_params(p, args, config, device.l2_bytes);
   params.q = args.q;
@@ -220,9 +174,6 @@ Status launch_forward(const Problem& p, const Args& args) {
   params.v = args.v;
   FwdMaps maps{};
   if (p.seqlen_kv > 0 && p.batch > 0) {
-    FG_RETURN_IF_ERROR(copy_if_room(query_extents(p), args.stream, &params.q, &room, &bytes_left));
-    FG_RETURN_IF_ERROR(copy_if_room(key_extents(p), args.stream, &params.k, &room, &bytes_left));
-    FG_RETURN_IF_ERROR(copy_if_room(value_extents(p), args.stream, &params.v, &room, &bytes_left));
     FG_RETURN_IF_ERROR(
         make_map(params.q, query_extents(p), config.block_m(), kFwdMapQ, &maps.q, &params.mapped));
     FG_RETURN_IF_ERROR(

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What runs before the forward's main kernel: the work list of a packed batch, whose lengths only
-// the device knows; the fill of rows that belong to no sequence; the copy of tensors that the copy
-// engine cannot address.
+// the device knows, and the fill of rows that belong to no sequence.
 #pragma once
 
 #include <math_constants.h>
@@ -143,33 +142,6 @@ static __global__ void __launch_bounds__(kFwdPrepareThreads, 1)
       if (p.lse && lane == 0) {
         static_cast<float*>(p.lse.data)[p.lse.offset(batch_index, row, h)] = -CUDART_INF_F;
       }
-    }
-  }
-}
-
-struct FwdCopyParams {
-  Tensor source;
-  std::uint16_t* destination;  // (batch, rows, heads, columns rounded up to 8), compact; the
-                               // padding is never read
-  std::int64_t rows, heads, columns;
-  std::int64_t num_vectors;  // batch * rows * heads
-};
-
-inline constexpr int kFwdCopyThreads = 256;
-
-// A warp a vector of columns.
-static __global__ void __launch_bounds__(kFwdCopyThreads)
-    fwd_copy(const __grid_constant__ FwdCopyParams p) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  constexpr std::int64_t kWarps = kFwdCopyThreads / 32;
-  const std::int64_t padded = (p.columns + 7) / 8 * 8;
-  for (std::int64_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < p.num_vectors;
-       i += gridDim.x * kWarps) {
-    const auto* const source =
-        static_cast<const std::uint16_t*>(p.source.data) +
-        p.source.offset(i / p.heads / p.rows, i / p.heads % p.rows, i % p.heads);
-    for (std::int64_t c = lane; c < p.columns; c += 32) {
-      p.destination[i * padded + c] = source[c];
     }
   }
 }

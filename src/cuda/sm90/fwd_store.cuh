@@ -69,31 +69,72 @@ __device__ __forceinline__ void store_out(const float (&o)[kColumns / 2], const 
   }
 }
 
-// One warp computes one row of out anew, key by key, of nothing but the keys that the row sees. The
-// products of whole tiles multiply V of the other keys by 0, and 0 * NaN is NaN; so this runs where
-// out is NaN though the row's sum is not.
+// A row's sum with the sink's share in it: out = factor O, lse = ln(2) lse_log2.
+struct RowSum {
+  float sum;
+  float factor;
+  float lse_log2;
+};
+
+// `sum` is of 2^(scores - exponent), which are 0 where nothing is visible.
+__device__ __forceinline__ RowSum finish_sum(float exponent, float sum, const FwdParams& p,
+                                             int head) {
+  float factor = sum == 0.0F ? 0.0F : 1.0F / sum;
+  if (p.sinks != nullptr) {
+    const float sink = p.sinks[head] * 1.4426950408889634F;
+    const float top = fmaxf(exponent, sink);
+    if (top != -CUDART_INF_F) {
+      const float weight = ptx::exp2_approx(exponent - top);
+      sum = sum * weight + ptx::exp2_approx(sink - top);
+      factor = factor == 0.0F ? 0.0F : weight / sum;
+      exponent = top;
+    }
+  }
+  return {sum, factor, sum == 0.0F ? -CUDART_INF_F : exponent + log2f(sum)};
+}
+
+// Logits, as exponents of 2, beyond which one rounding may move them by a few units.
+inline constexpr float kHugeExponent = 0x1p26F;
+
+// One warp computes one row of out and lse anew, key by key, of nothing but the keys that the row
+// sees. It runs where the products of whole tiles go wrong: V of the other keys is multiplied by 0,
+// and 0 * NaN is NaN; and logits of millions are off by more than the exponent of 2 can be when
+// c s - c m is rounded once, where the difference s - m is exact.
 template <int kColumns, bool kScoreFunction, class T>
 __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile& tile,
-                                              int row_in_tile, float lse_log2) {
+                                              int row_in_tile) {
   constexpr int kColumnsOfLane = (kColumns + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Range keys = tile.band.kv_range(tile.m_begin + row_in_tile, tile.m_begin + row_in_tile + 1);
   const T* const q = static_cast<const T*>(p.q.data) + tile.q_offset + row_in_tile * p.q.row_stride;
+  const float scale = kScoreFunction ? 1.0F : p.scale_log2;
+  const auto score_of = [&](std::int64_t key) {
+    const T* const k = static_cast<const T*>(p.k.data) + tile.k_offset + key * p.k.row_stride;
+    float score = 0.0F;
+#pragma unroll 1
+    for (int c = 0; c < p.head_dim; ++c) {
+      score = fmaf(static_cast<float>(q[c]), static_cast<float>(k[c]), score);
+    }
+    return kScoreFunction ? score_function(score, p) : score;
+  };
+  float maximum = -CUDART_INF_F;
+#pragma unroll 1
+  for (std::int64_t key = keys.begin + lane; key < keys.end; key += 32) {
+    maximum = fmaxf(maximum, score_of(key));
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffU, maximum, step));
+  }
   float o[kColumnsOfLane] = {};
+  float sum = 0.0F;
 #pragma unroll 1
   for (std::int64_t first = keys.begin; first < keys.end; first += 32) {
     float probability = 0.0F;
     if (first + lane < keys.end) {
-      const T* const k =
-          static_cast<const T*>(p.k.data) + tile.k_offset + (first + lane) * p.k.row_stride;
-      float score = 0.0F;
-#pragma unroll 1
-      for (int c = 0; c < p.head_dim; ++c) {
-        score = fmaf(static_cast<float>(q[c]), static_cast<float>(k[c]), score);
-      }
-      probability = ptx::exp2_approx(
-          (kScoreFunction ? score_function(score, p) : score * p.scale_log2) - lse_log2);
+      probability = ptx::exp2_approx((score_of(first + lane) - maximum) * scale);
     }
+    sum += probability;
     const int count = static_cast<int>(min(keys.end - first, std::int64_t{32}));
 #pragma unroll 1
     for (int j = 0; j < count; ++j) {
@@ -108,12 +149,21 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
       }
     }
   }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    sum += __shfl_xor_sync(0xffffffffU, sum, step);
+  }
+  const RowSum row = finish_sum(maximum * scale, sum, p, tile.head);
   T* const out = static_cast<T*>(p.out.data) + tile.out_offset + row_in_tile * p.out.row_stride;
 #pragma unroll
   for (int c = 0; c < kColumnsOfLane; ++c) {
     if (lane + 32 * c < p.head_dim_v) {
-      out[lane + 32 * c] = static_cast<T>(o[c]);
+      out[lane + 32 * c] = static_cast<T>(o[c] * row.factor);
     }
+  }
+  if (p.lse && lane == 0) {
+    static_cast<float*>(p.lse.data)[tile.lse_offset + row_in_tile * p.lse.row_stride] =
+        row.lse_log2 * 0.6931471805599453F;
   }
 }
 
@@ -125,39 +175,30 @@ __device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], cons
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = warp_row + lane / 4;
   float factor[2];
-  float lse_log2[2];
   bool suspicious[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = rows.sum[r];
     sum += __shfl_xor_sync(0xffffffffU, sum, 1);
     sum += __shfl_xor_sync(0xffffffffU, sum, 2);
-    float exponent = rows.maximum[r] == -CUDART_INF_F
-                         ? -CUDART_INF_F
-                         : rows.maximum[r] * (kScoreFunction ? 1.0F : p.scale_log2);
-    factor[r] = sum == 0.0F ? 0.0F : 1.0F / sum;
-    if (p.sinks != nullptr) {
-      const float sink = p.sinks[tile.head] * 1.4426950408889634F;
-      const float top = fmaxf(exponent, sink);
-      if (top != -CUDART_INF_F) {
-        const float weight = ptx::exp2_approx(exponent - top);
-        sum = sum * weight + ptx::exp2_approx(sink - top);
-        factor[r] = factor[r] == 0.0F ? 0.0F : weight / sum;
-        exponent = top;
-      }
-    }
-    lse_log2[r] = sum == 0.0F ? -CUDART_INF_F : exponent + log2f(sum);
+    const float exponent = rows.maximum[r] == -CUDART_INF_F
+                               ? -CUDART_INF_F
+                               : rows.maximum[r] * (kScoreFunction ? 1.0F : p.scale_log2);
+    const RowSum row_sum = finish_sum(exponent, sum, p, tile.head);
+    factor[r] = row_sum.factor;
     const bool exists = row + 8 * r < tile.num_rows;
     if (p.lse && lane % 4 == 0 && exists) {
       static_cast<float*>(p.lse.data)[tile.lse_offset + (row + 8 * r) * p.lse.row_stride] =
-          lse_log2[r] * 0.6931471805599453F;
+          row_sum.lse_log2 * 0.6931471805599453F;
     }
     float zero = 0.0F;
 #pragma unroll
     for (int i = 2 * r; i < kColumns / 2; i += 4) {
       zero = fmaf(o[i], 0.0F, fmaf(o[i + 1], 0.0F, zero));
     }
-    suspicious[r] = exists && factor[r] != 0.0F && sum == sum && zero != 0.0F;
+    const bool is_nan = factor[r] != 0.0F && row_sum.sum == row_sum.sum && zero != 0.0F;
+    const bool is_huge = fabsf(exponent) > kHugeExponent && fabsf(exponent) < CUDART_INF_F;
+    suspicious[r] = exists && (is_nan || is_huge);
   }
   store_out<kColumns, T>(o, factor, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
                          tile.num_rows);
@@ -167,8 +208,8 @@ __device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], cons
     while (lanes != 0) {
       const int quad = (__ffs(static_cast<int>(lanes)) - 1) / 4;
       lanes &= ~(0xfU << (4 * quad));
-      recompute_row<kColumns, kScoreFunction, T>(p, tile, warp_row + 8 * r + quad,
-                                                 __shfl_sync(0xffffffffU, lse_log2[r], 4 * quad));
+      __syncwarp();  // after what other lanes have stored of the row
+      recompute_row<kColumns, kScoreFunction, T>(p, tile, warp_row + 8 * r + quad);
     }
   }
 }

@@ -11,13 +11,16 @@ namespace flashgrad::sm90 {
 
 // The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
 // through all spans (sequences.cuh).
+inline constexpr std::int32_t kHasNan = 2;
 struct RowStatistics {
   std::int64_t num_blocks;
   float*
       neg_lse_log2;  // (heads_q, num_blocks, 64): -lse * log2(e); -inf marks a row that is not read
   float* neg_delta;  // (heads_q, num_blocks, 64): dlse - delta, 0 for such a row
-  std::int32_t* unreadable;  // (heads_q, num_blocks): 1 if a marked row exists in the tensors
-  float* dsink_partial;      // (heads_q, num_blocks), or null
+  // (heads_q, num_blocks): 1 if a marked row exists in the tensors, kHasNan more if a row that is
+  // read has NaN in one of the two.
+  std::int32_t* unreadable;
+  float* dsink_partial;  // (heads_q, num_blocks), or null
 };
 
 // How an ordered main kernel takes turns at adding dq (bwd_order.cuh).

@@ -6,6 +6,7 @@
 #include "cuda/common/device.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/fwd_launch.hpp"
+#include "cuda/sm90/pack.hpp"
 
 namespace flashgrad {
 namespace {
@@ -73,22 +74,25 @@ Status supports(const Problem& p, Pass pass) {
   return pass == Pass::kForward ? sm90::supports_forward(p) : sm90::supports_backward(p);
 }
 
-WorkspaceSize workspace_size(const Problem& p, Pass pass) {
+WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass) {
   return pass == Pass::kForward ? sm90::forward_workspace_size(p)
                                 : sm90::backward_workspace_size(p);
 }
 
-Status forward(const Problem& p, const Args& args) {
-  const cuda::DeviceGuard guard(p.device_id);
-  FG_RETURN_IF_ERROR(guard.status());
-  return sm90::launch_forward(p, args);
+WorkspaceSize workspace_size(const Problem& p, Pass pass) {
+  const WorkspaceSize size = kernel_workspace_size(p, pass);
+  return {size.minimum, size.preferred + sm90::pack_bytes(p, pass)};
 }
 
-Status backward(const Problem& p, const Args& args) {
+Status run(const Problem& p, Pass pass, Args args) {
   const cuda::DeviceGuard guard(p.device_id);
   FG_RETURN_IF_ERROR(guard.status());
-  return sm90::launch_backward(p, args);
+  FG_RETURN_IF_ERROR(sm90::pack_inputs(p, pass, kernel_workspace_size(p, pass).preferred, &args));
+  return pass == Pass::kForward ? sm90::launch_forward(p, args) : sm90::launch_backward(p, args);
 }
+
+Status forward(const Problem& p, const Args& args) { return run(p, Pass::kForward, args); }
+Status backward(const Problem& p, const Args& args) { return run(p, Pass::kBackward, args); }
 
 }  // namespace
 
