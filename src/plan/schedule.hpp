@@ -114,8 +114,8 @@ Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& t
 // Bytes that the tiles of a head share: q, dout and the f32 dq sums (backward), k and v (forward).
 double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv);
 
-// Heads whose such bytes fill the share of the L2 that the sm90 kernels give them (section_size in
-// bwd_launch.cu, units_per_section in fwd_launch.cu).
+// Heads whose such bytes fill the share of the L2 that the sm90 kernels give them (bwd_section.hpp,
+// units_per_section in fwd_launch.cu).
 std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes);
 
 // Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/fwd_schedule.hpp"
 #include "cuda/sm90/key_tile.cuh"
 #include "plan/schedule.hpp"
@@ -202,11 +203,9 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
     return forward_order(problem, tile, section, policy.launch == Policy::Launch::kLongestFirst);
   }
   if (policy.turns == Policy::Turns::kKernel) {
-    // Where none rotate, ordered kernels take twice as many heads (section_size in bwd_launch.cu).
     const bool rotates =
         problem.mask.left >= kUnboundedFrom && problem.mask.right >= kUnboundedFrom;
-    return backward_order(problem, tile, rotates ? section : 2 * section,
-                          rotates ? tile.max_round : 0);
+    return backward_order(problem, tile, section, rotates ? tile.max_round : 0);
   }
   std::vector<WorkTile> tiles = backward_order(problem, tile, section, -1);
   switch (policy.launch) {
@@ -223,10 +222,13 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
 }
 
 std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes) {
-  const double share = problem.backward ? 8.0 / 15 : 1.0 / 2;
-  return std::max<std::int64_t>(
-      1, static_cast<std::int64_t>(l2_bytes * share /
-                                   unit_bytes(problem, problem.seqlen_q, problem.seqlen_kv)));
+  const double bytes = unit_bytes(problem, problem.seqlen_q, problem.seqlen_kv);
+  if (problem.backward) {
+    const std::int64_t batch = problem.packed_q.empty() ? problem.batch : 1;
+    return sm90::bwd_section(batch * problem.heads_kv, static_cast<std::int64_t>(bytes), 1,
+                             static_cast<std::int64_t>(l2_bytes));
+  }
+  return std::max<std::int64_t>(1, static_cast<std::int64_t>(l2_bytes / 2 / bytes));
 }
 
 }  // namespace flashgrad::plan

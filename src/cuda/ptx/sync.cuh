@@ -25,6 +25,13 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// PTX ISA, "%cluster_ctarank".
+__device__ __forceinline__ std::uint32_t cluster_rank() {
+  std::uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // PTX ISA, "membar/fence": orders generic shared-memory accesses before asynchronous-proxy ones
 // (wgmma operands, bulk copies).
 __device__ __forceinline__ void fence_proxy_async() {

@@ -31,7 +31,7 @@
 //   ds_full       8; consumer warps -> dq; (step, key block), stage mod ds_stages
 //   ds_empty      4 (5: the peer has its copy); dq warps, after (7) -> consumers; the same
 //   peer_ds_full  1; loader, with the peer's copy -> dq; step
-//   peer_ds_empty 4; dq warps of the peer, after (7) -> loader; step
+//   peer_ds_empty 4; dq warps of the peer, after (7) -> who sends dS: loader or consumers; step
 //   *_landing     1; loader -> loader, for tiles with rows to clear; each such tile
 //   done          4; dq warps, after the last (7) -> consumers, which then reuse K's memory; once
 // Named barriers: 1, 2 the token of each consumer; 3, 4 each consumer's epilogue; 5 the dq warps'.
@@ -41,6 +41,17 @@
 #include "cuda/sm90/bwd_dq.cuh"
 
 namespace flashgrad::sm90 {
+
+// The copy engine would fetch each map at its first use, when a tile is waited for.
+__device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapped) {
+  const CUtensorMap* all[4] = {&maps.q, &maps.k, &maps.v, &maps.dout};  // as kMapQ...
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if ((mapped >> i & 1U) != 0) {
+      ptx::prefetch_tensor_map(all[i]);
+    }
+  }
+}
 
 template <BwdVariant kVariant, class T>
 __global__ __launch_bounds__(BwdConfig::kThreads,
@@ -60,6 +71,8 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   const std::uint32_t ticket = base + C.ticket_offset();
   if (threadIdx.x == 0) {
     shared.init_barriers();
+  } else if (threadIdx.x == 32) {
+    prefetch(maps, p.mapped);
   } else if (threadIdx.x == 128) {
     if constexpr (!C.ordered) {
       tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);

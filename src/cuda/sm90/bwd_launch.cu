@@ -12,6 +12,7 @@
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_repair.hpp"
+#include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
@@ -118,14 +119,6 @@ bool hides_nothing(const BandMask& mask) {
   return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
 }
 
-// Units (key heads) whose q, dout and dq stay in the L2 together. H200, causal: 32 MB of its 60 MB
-// measure best at 4k and 16k. Ordered kernels wait less with twice as many.
-std::int64_t section_size(const Problem& p, bool waits, int l2_bytes) {
-  const std::int64_t unit_bytes = p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
-  return std::max<std::int64_t>(
-      1, l2_bytes * std::int64_t{waits ? 16 : 8} / 15 / std::max<std::int64_t>(1, unit_bytes));
-}
-
 // The largest round of rotating tiles: all its clusters run at the same time, on at most half of
 // the device.
 int max_round(const Problem& p, int cluster, const cuda::DeviceProperties& device) {
@@ -196,8 +189,6 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.num_kv_blocks =
       num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, block_n * cluster);
   params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
-  params.section = section_size(p, plan.ordered() && !hides_nothing(p.mask), device.l2_bytes);
-  params.section = std::min(params.section, params.num_units);
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
@@ -206,6 +197,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
   params.dq_accumulator = dq_accumulator;
+  std::int64_t units_at_least = 1;
   if (plan.ordered()) {
     params.order = order;
     params.dq = p.wants_dq ? args.dq : Tensor{};
@@ -218,8 +210,13 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
                                     params.max_round)
                                .round;
       params.round = std::max<std::int64_t>(params.round, 1);
+      // The second round of a unit waits for its first, so others must fill the device till then.
+      units_at_least = (device.num_multiprocessors / cluster + params.round - 1) / params.round;
     }
   }
+  params.section =
+      bwd_section(params.num_units, p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v),
+                  units_at_least, device.l2_bytes);
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
