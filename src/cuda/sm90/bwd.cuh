@@ -42,6 +42,17 @@
 
 namespace flashgrad::sm90 {
 
+// The copy engine would fetch each map at its first use, when a tile is waited for.
+__device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapped) {
+  const CUtensorMap* all[4] = {&maps.q, &maps.k, &maps.v, &maps.dout};  // as kMapQ...
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if ((mapped >> i & 1U) != 0) {
+      ptx::prefetch_tensor_map(all[i]);
+    }
+  }
+}
+
 template <BwdVariant kVariant, class T>
 __global__ __launch_bounds__(BwdConfig::kThreads,
                              1) void bwd_main(const __grid_constant__ BwdMaps maps,
@@ -60,6 +71,8 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   const std::uint32_t ticket = base + C.ticket_offset();
   if (threadIdx.x == 0) {
     shared.init_barriers();
+  } else if (threadIdx.x == 32) {
+    prefetch(maps, p.mapped);
   } else if (threadIdx.x == 128) {
     if constexpr (!C.ordered) {
       tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);

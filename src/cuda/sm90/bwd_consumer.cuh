@@ -195,14 +195,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::pin(rp);
       ptx::pin(dv[x]);
     };
-    if constexpr (C.in_place) {
-      ptx::wgmma_wait<0>();
-      ptx::pin(dp);
-      dv_done();
-    } else {
-      ptx::wgmma_wait<1>();
-      ptx::pin(dp);
-    }
+    ptx::wgmma_wait<1>();
+    ptx::pin(dp);
 
     // (4)
     uint4 factors;
@@ -228,7 +222,22 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         ds0 *= f.x;
         ds1 *= f.y;
       }
-      rds[i] = ptx::pack<T>(ds0, ds1);
+      if constexpr (C.in_place) {
+        // P's registers are still read by (5).
+        dp[2 * i] = ds0;
+        dp[2 * i + 1] = ds1;
+      } else {
+        rds[i] = ptx::pack<T>(ds0, ds1);
+      }
+    }
+    if constexpr (C.in_place) {
+      ptx::pin(dp);
+      ptx::wgmma_wait<0>();
+      dv_done();
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        rds[i] = ptx::pack<T>(dp[2 * i], dp[2 * i + 1]);
+      }
     }
     Ring<C.q_stages> next = ring;
     if constexpr (x == kBlocks - 1) {
@@ -296,7 +305,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     token_wait();  // consumer 1 passed once more than it waited
   }
 
-  ptx::mbarrier_wait(shared.done(), 0);
+  // dv goes through this consumer's own rows of V; K is still read by the dq warpgroup.
 #pragma unroll
   for (int x = 0; x < kBlocks; ++x) {
     const int key = 128 * x + 64 * consumer;
@@ -304,6 +313,11 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
                                      shared.v(), key, 3 + consumer, thread);
     }
+  }
+  ptx::mbarrier_wait(shared.done(), 0);
+#pragma unroll
+  for (int x = 0; x < kBlocks; ++x) {
+    const int key = 128 * x + 64 * consumer;
     if (p.dk) {
       store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
                                      shared.k(), key, 3 + consumer, thread);

@@ -60,6 +60,21 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   StepWalk<C.ordered> walk(tile, static_cast<int>(p.group));
   Turn turn(tile);
   const bool adds = p.dq_accumulator != nullptr;
+  // The step before, whose turn is passed on only under the last product of this one: by then its
+  // additions have arrived, and the fence that waits for them delays nothing. H200, d128, 16k,
+  // full, cool, TFLOP/s: at once 593, under the first product 650, under the last 669.
+  int slot_before = -1;
+  int turn_before = 0;
+  const auto pass_turn = [&] {
+    if (C.ordered && adds && slot_before >= 0) {
+      ptx::named_barrier_sync<128>(5);
+      if (warp == 3 && lane == 0) {
+        ptx::store_release(p.order.counters + 2 * slot_before + rank,
+                           static_cast<std::uint32_t>(turn_before + 1));
+      }
+      __syncwarp();
+    }
+  };
 #pragma unroll 1
   for (int step = 0; step < tile.num_steps; ++step) {
     // Worked out where it is used: no registers to keep it through the products.
@@ -131,6 +146,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           dq, DsTile::mn_major_descriptor(shared.peer_ds(0)) + ds_stage,
           KTile::mn_major_descriptor(shared.peer_k()));
       ptx::wgmma_commit();
+      pass_turn();
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
       if (lane == 0) {
@@ -169,6 +185,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
             }
             __syncwarp();
           }
+          if (box == 0 && x == C.key_blocks - 1) {
+            pass_turn();
+          }
           ptx::wgmma_wait<0>();
           ptx::pin(dq);
           if (box == kNumBoxes - 1 && lane == 0) {
@@ -181,19 +200,15 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       }
     }
     if constexpr (C.ordered) {
-      if (adds) {
-        ptx::named_barrier_sync<128>(5);
-        if (warp == 3 && lane == 0) {
-          ptx::store_release(counter(), static_cast<std::uint32_t>(turn.value + 1));
-        }
-        __syncwarp();
-      }
+      slot_before = walk.slot(p.rows, tile);
+      turn_before = turn.value;
     }
     walk.advance();
     if constexpr (C.ordered) {
       turn.advance(walk, tile);
     }
   }
+  pass_turn();
   if (lane == 0) {
     ptx::mbarrier_arrive(shared.done());
   }

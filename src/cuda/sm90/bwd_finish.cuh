@@ -43,8 +43,9 @@ __global__ __launch_bounds__(kFinishThreads) void bwd_finish(
     const __grid_constant__ BwdFinishParams p) {
   constexpr int kPitch = kHeadDim + 4;  // floats; spreads a column's rows over the banks
   __shared__ __align__(16) float rows[32][kPitch];
-  const std::int64_t block = blockIdx.x / p.heads_q;
-  const std::int64_t head = blockIdx.x % p.heads_q;
+  const auto heads = static_cast<unsigned>(p.heads_q);
+  const std::int64_t block = blockIdx.x / heads;
+  const std::int64_t head = blockIdx.x % heads;
   const Sequences& s = p.sequences;
   const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
   const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);

@@ -57,37 +57,49 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int q) {
   }
 }
 
-// Finishes 64 columns of a warp's 16 rows of dq: of rows `row` on of one head, of which `count`
-// exist, from column `column` on. `sums`: the lane's accumulators in fragment order.
+// 64 columns of a warp's 16 rows of dq in 16 bits: of each row half, and of its first and last 32
+// columns, two neighbours from each of four times 8 columns.
+using PackedRows = std::uint32_t[2][2][4];
+
+// `sums`: the lane's accumulators in fragment order.
 template <class T>
-__device__ __forceinline__ void finish_rows(const BwdParams& p, const float* sums, bool wide,
-                                            int batch, int row, int count, int head, int column,
-                                            int lane) {
+__device__ __forceinline__ void load_rows(PackedRows& x, const float* sums, float scale) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float4 sum = ptx::load_sum(sums + j * 128);
+    x[0][j / 4][j % 4] = ptx::pack<T>(sum.x * scale, sum.y * scale);
+    x[1][j / 4][j % 4] = ptx::pack<T>(sum.z * scale, sum.w * scale);
+  }
+}
+
+// Rows `row` on, of which `count` exist, from column `column` on, 16 bytes at a time.
+__device__ __forceinline__ void store_packed(PackedRows& x, const Tensor& dq, int batch, int row,
+                                             int count, int head, int column, int lane) {
+  const int q = lane % 4;
+  const int r = lane / 4;
+  auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(dq.data) +
+                                       dq.offset(batch, row + r, head) + column + 8 * q);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      transpose_quad(x[half][k], q);
+      if (r + 8 * half < count) {
+        out[4 * k] = make_uint4(x[half][k][0], x[half][k][1], x[half][k][2], x[half][k][3]);
+      }
+    }
+    out += dq.row_stride;  // 8 rows
+  }
+}
+
+// The same element by element, for f32, odd strides and partial widths.
+template <class T>
+__device__ __forceinline__ void finish_elements(const BwdParams& p, const float* sums, int batch,
+                                                int row, int count, int head, int column,
+                                                int lane) {
   const int q = lane % 4;
   const int r = lane / 4;
   const std::int64_t at = p.dq.offset(batch, row + r, head) + column;
-  if (wide) {
-    std::uint32_t x[2][2][4];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float4 sum = ptx::load_sum(sums + j * 128);
-      x[0][j / 4][j % 4] = ptx::pack<T>(sum.x * p.scale, sum.y * p.scale);
-      x[1][j / 4][j % 4] = ptx::pack<T>(sum.z * p.scale, sum.w * p.scale);
-    }
-    auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(p.dq.data) + at + 8 * q);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        transpose_quad(x[half][k], q);
-        if (r + 8 * half < count) {
-          out[4 * k] = make_uint4(x[half][k][0], x[half][k][1], x[half][k][2], x[half][k][3]);
-        }
-      }
-      out += p.dq.row_stride;  // 8 rows
-    }
-    return;
-  }
 #pragma unroll 1
   for (int j = 0; j < 8; ++j) {
     const float4 sum = ptx::load_sum(sums + j * 128);
@@ -114,25 +126,47 @@ __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& til
                                           int warp, int lane) {
   constexpr int kBoxes = C.cluster == 2 ? 1 : C.head_dim / 64;
   const int first_box = C.cluster == 2 ? rank : 0;
-  const bool aligned =
-      p.dq.dtype != DType::kF32 && reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
-      p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 && p.dq.batch_stride % 8 == 0;
+  const bool wide = p.dq.dtype != DType::kF32 &&
+                    reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
+                    p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 &&
+                    p.dq.batch_stride % 8 == 0 && 64 * (first_box + kBoxes) <= p.head_dim;
   const int group = static_cast<int>(p.group);
 #pragma unroll 1
   for (int head = tile.head_kv * group; head < (tile.head_kv + 1) * group; ++head) {
 #pragma unroll 1
     for (int range = 0; range < 2; ++range) {
+      const int begin = tile.finish_begin[range] * kBoxes;
+      const int end = tile.finish_end[range] * kBoxes;
+      const int first_slot = head * static_cast<int>(p.rows.num_blocks) + tile.q_block;
+      // Piece i: 64 columns of block i / kBoxes.
+      const auto sums = [&](int i) {
+        return p.dq_accumulator + std::int64_t{first_slot + i / kBoxes} * (kBlockM * C.head_dim) +
+               tile::fragment_order<C.head_dim>(warp * 32 + lane, 0) +
+               (first_box + i % kBoxes) * 1024;
+      };
+      const auto row = [&](int i) { return i / kBoxes * kBlockM + warp * 16; };
+      if (wide) {
+        // The loads of a piece are under way while the one before is stored.
+        PackedRows x;
+        if (begin < end) {
+          load_rows<T>(x, sums(begin), p.scale);
+        }
 #pragma unroll 1
-      for (int m = tile.finish_begin[range]; m < tile.finish_end[range]; ++m) {
-        const int slot = head * static_cast<int>(p.rows.num_blocks) + tile.q_block + m;
-        const float* sums = p.dq_accumulator + std::int64_t{slot} * (kBlockM * C.head_dim) +
-                            tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
-        const int row = m * kBlockM + warp * 16;
+        for (int i = begin; i < end; ++i) {
+          PackedRows next;
+          load_rows<T>(next, sums(min(i + 1, end - 1)), p.scale);
+          store_packed(x, p.dq, tile.batch_index, tile.q_row + row(i), tile.q_rows - row(i), head,
+                       64 * (first_box + i % kBoxes), lane);
+#pragma unroll
+          for (int k = 0; k < 16; ++k) {
+            x[k / 8][k / 4 % 2][k % 4] = next[k / 8][k / 4 % 2][k % 4];
+          }
+        }
+      } else {
 #pragma unroll 1
-        for (int box = first_box; box < first_box + kBoxes; ++box) {
-          finish_rows<T>(p, sums + box * 1024, aligned && 64 * (box + 1) <= p.head_dim,
-                         tile.batch_index, tile.q_row + row, tile.q_rows - row, head, 64 * box,
-                         lane);
+        for (int i = begin; i < end; ++i) {
+          finish_elements<T>(p, sums(i), tile.batch_index, tile.q_row + row(i),
+                             tile.q_rows - row(i), head, 64 * (first_box + i % kBoxes), lane);
         }
       }
     }

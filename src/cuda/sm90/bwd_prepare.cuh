@@ -82,8 +82,9 @@ template <class T>
 __global__ __launch_bounds__(kPrepareThreads) void bwd_prepare(
     const __grid_constant__ BwdPrepareParams p) {
   ptx::grid_dependency_launch();
-  const std::int64_t block = blockIdx.x / p.heads_q;
-  const std::int64_t head = blockIdx.x % p.heads_q;
+  const auto heads = static_cast<unsigned>(p.heads_q);
+  const std::int64_t block = blockIdx.x / heads;
+  const std::int64_t head = blockIdx.x % heads;
   const Sequences& s = p.sequences;
   const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
   const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);

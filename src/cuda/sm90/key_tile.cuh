@@ -84,7 +84,8 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   const auto index = static_cast<std::uint32_t>(cta) / kCluster;
   const std::int64_t rank = cta % kCluster;
   const auto kv_blocks = static_cast<std::uint32_t>(p.num_kv_blocks);
-  const auto section_units = static_cast<std::uint32_t>(p.section);
+  const auto section_units =
+      static_cast<std::uint32_t>(p.section < p.num_units ? p.section : p.num_units);
   const auto round = static_cast<std::uint32_t>(p.round);
   const std::uint32_t section = index / (section_units * kv_blocks);
   const std::uint32_t in_section = index - section * (section_units * kv_blocks);

@@ -75,7 +75,10 @@ FG_HOST_DEVICE inline std::int64_t span_of_block(const std::int32_t* cu_seqlens,
                                                  std::int64_t rows, std::int64_t index,
                                                  std::int64_t block) {
   if (cu_seqlens == nullptr) {
-    return index / ((rows + block - 1) / block);
+    // 32 bits, since the kernels have fewer than 2^31 CTAs: a 64-bit division costs four times
+    // that.
+    return static_cast<std::uint32_t>(index) /
+           static_cast<std::uint32_t>((rows + block - 1) / block);
   }
   std::int64_t low = 0;
   std::int64_t high = batch + 1;
