@@ -330,29 +330,28 @@ def main_cuda(arguments, argv):
     """The rows of peers_cuda.py; the same kinds of output and exit status."""
     import peers_cuda  # noqa: PLC0415 - only where a GPU is asked for
 
-    def on_row(record):
-        print(record["name"], file=sys.stderr, flush=True)
-        for name, result in record["results"].items():
-            words = result.get("refused") or ", ".join(
-                f"{which} {result[which]['cool_tflops']:.0f}/{result[which]['sustained_tflops']:.0f}"
-                for which in arguments.passes
-                if which in result
-            )
-            print(f"    {name}: {words}", file=sys.stderr, flush=True)
-
-    versions, rows = peers_cuda.run(
-        arguments.contenders, arguments.passes, arguments.library, on_row, arguments.only
-    )
+    bench = peers_cuda.Bench(arguments.contenders, arguments.passes, arguments.library)
+    rows = []
     result = {
         "suite": "cuda",
         **provenance(argv),
         "contenders": arguments.contenders,
         "passes": arguments.passes,
-        "versions": versions,
+        "versions": bench.facts(),
         "rows": rows,
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    for record in bench.records(arguments.only):
+        print(record["name"], file=sys.stderr, flush=True)
+        for name, side in record["results"].items():
+            words = side.get("refused") or ", ".join(
+                f"{which} {side[which]['cool_tflops']:.0f}/{side[which]['sustained_tflops']:.0f}"
+                for which in arguments.passes
+                if which in side
+            )
+            print(f"    {name}: {words}", file=sys.stderr, flush=True)
+        rows.append(record)
+        if arguments.json:  # after each row: a run that is cut short keeps what it has
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(peers_cuda.render(result))
     wrong = [
         f"{row['name']}: {name}"

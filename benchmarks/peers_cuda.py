@@ -381,32 +381,35 @@ def measure(row, names, passes, library, nvml, flush):
     return record
 
 
-def facts(nvml, library):
-    """The device and the versions."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "driver": nvml.driver(),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "pytorch": torch.__version__,
-        "flashgrad": library.version,
-    }
+class Bench:
+    """The GPU, the library and the rows."""
 
+    def __init__(self, names, passes, library_path):
+        self._names, self._passes = names, passes
+        self._library = capi.Library(library_path)
+        self._nvml = Nvml(torch.cuda.current_device())
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-def run(names, passes, library_path, on_row, only=None):
-    """Measures all rows; returns (facts, records)."""
-    library = capi.Library(library_path)
-    nvml = Nvml(torch.cuda.current_device())
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    records = []
-    for row in all_rows():
-        if only and only not in row.name():
-            continue
-        records.append(measure(row, names, passes, library, nvml, flush))
-        on_row(records[-1])
-    return facts(nvml, library), records
+    def facts(self):
+        """The device and the versions."""
+        properties = torch.cuda.get_device_properties(0)
+        return {
+            "device": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "driver": self._nvml.driver(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "pytorch": torch.__version__,
+            "flashgrad": self._library.version,
+        }
+
+    def records(self, only=None):
+        """Measures row after row; of those whose name contains `only`."""
+        for row in all_rows():
+            if not only or only in row.name():
+                yield measure(
+                    row, self._names, self._passes, self._library, self._nvml, self._flush
+                )
 
 
 def render(result):
