@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command line `flashgrad`: run, check, bench, plan, info. Exit status 0: fine, 1: a check failed, 2:
-// bad usage or input, 3: unsupported.
+// The command line `flashgrad`: run, check, bench, plan, info. Exit status 0: fine, 1: a check
+// failed, 2: bad usage or input, 3: unsupported.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -27,7 +27,9 @@ void add_run(CLI::App& app, RunArguments& arguments) {
       "Reads q, k, v and, if present, dout, out, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv,\n"
       "seqused_q, seqused_kv, q_offset. Writes out and lse; with dout or dlse also dq, dk, dv, "
       "and\n"
-      "dsinks if there are sinks. With out and lse in the input, backward uses them.");
+      "dsinks if there are sinks. With out and lse in the input, backward uses them.\n"
+      "q, k, v and dout are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with\n"
+      "cu_seqlens; lse is (batch, heads, seqlen).");
   run->add_option("--input", arguments.input, "safetensors file to read")
       ->required()
       ->type_name("FILE");
