@@ -43,7 +43,8 @@ void add_run(CLI::App& app, RunArguments& arguments) {
 
 void add_check(CLI::App& app, CheckArguments& arguments) {
   CLI::App* check = app.add_subcommand(
-      "check", "Compare every backend with the float64 oracle, on the table of known faults");
+      "check",
+      "Compare every backend with the float64 oracle, on cases that attention libraries got wrong");
   CLI::Option* shape =
       check
           ->add_option("--shape", arguments.shape,
