@@ -2,14 +2,13 @@
 # The two commands: `make demo` shows flashgrad at work, `make test` checks everything. Each sets up what it needs.
 .PHONY: demo test format clean
 
-flashgrad := build/release/tools/flashgrad/flashgrad
+flashgrad := build/demo/tools/flashgrad/flashgrad
 input := data/minilm_layer0.safetensors
 
 demo:
 	@scripts/setup.sh build
-	@cmake --preset release --log-level=WARNING
-	@cmake --build --preset release --target flashgrad_cli
-	@mkdir -p build/demo
+	@cmake --preset release -B build/demo -DFLASHGRAD_CUDA=OFF --log-level=WARNING
+	@cmake --build build/demo --target flashgrad_cli
 	$(flashgrad) run --input $(input) --output build/demo/full.safetensors --check
 	$(flashgrad) run --input $(input) --output build/demo/causal.safetensors --causal --check
 	$(flashgrad) bench --memory

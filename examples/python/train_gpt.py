@@ -266,7 +266,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=pathlib.Path, help="write all numbers to this file")
     parser.add_argument("--png", type=pathlib.Path, help="draw the loss curves into this file")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.steps <= WARM_UP_STEPS:
+        parser.error(f"--steps {arguments.steps}, want more than the {WARM_UP_STEPS} not timed")
+    return arguments
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 """flashgrad: exact attention for training, forward and backward.
 
 ``forward`` and ``backward`` take NumPy arrays and anything that speaks DLPack.
-``flashgrad.torch`` has PyTorch functions with autograd, ``flashgrad.transformers`` registers
-flashgrad with Hugging Face Transformers. Importing flashgrad imports none of these libraries.
+``flashgrad.torch`` and ``flashgrad.jax`` have functions with gradients, ``flashgrad.transformers``
+registers flashgrad with Hugging Face Transformers. Importing flashgrad imports none of these
+libraries.
 """
 
 from ._functions import backward, forward

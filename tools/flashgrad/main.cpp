@@ -28,7 +28,9 @@ void add_run(CLI::App& app, RunArguments& arguments) {
       "Reads q, k, v and, if present, dout, out, lse, dlse, sinks, cu_seqlens_q, cu_seqlens_kv,\n"
       "seqused_q, seqused_kv, q_offset. Writes out and lse; with dout or dlse also dq, dk, dv, "
       "and\n"
-      "dsinks if there are sinks. With out and lse in the input, backward uses them.");
+      "dsinks if there are sinks. With out and lse in the input, backward uses them.\n"
+      "q, k, v and dout are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with\n"
+      "cu_seqlens; lse is (batch, heads, seqlen).");
   run->add_option("--input", arguments.input, "safetensors file to read")
       ->required()
       ->type_name("FILE");
@@ -42,7 +44,8 @@ void add_run(CLI::App& app, RunArguments& arguments) {
 
 void add_check(CLI::App& app, CheckArguments& arguments) {
   CLI::App* check = app.add_subcommand(
-      "check", "Compare every backend with the float64 oracle, on the table of known faults");
+      "check",
+      "Compare every backend with the float64 oracle, on cases that attention libraries got wrong");
   CLI::Option* shape =
       check
           ->add_option("--shape", arguments.shape,

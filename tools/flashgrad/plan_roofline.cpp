@@ -170,9 +170,10 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
 ordered_json search(const plan::Device& device, int head_dim, std::string* svg) {
   constexpr std::size_t kShown = 4;
   print_out(
-      fmt::format("backward at head_dim {} on {}: tiles that fit, the fastest first\n{:<34}"
-                  "cycles per 1024 pairs\n",
-                  head_dim, device.name, ""));
+      fmt::format("backward at head_dim {} on {}: tiles that fit, without a cluster and with one, "
+                  "each the fastest first\n"
+                  "  cycles per 1024 pairs, tensor cores busy, traffic with the L2, tile\n",
+                  head_dim, device.name));
   ordered_json rows = ordered_json::array();
   double best[2] = {0, 0};
   std::vector<plan::Kernel> winners;
