@@ -36,7 +36,8 @@ class DeviceMemory {
  public:
   DeviceMemory() = default;
   explicit DeviceMemory(std::size_t size_bytes);
-  ~DeviceMemory();
+  // Does nothing where the library was built without CUDA.
+  ~DeviceMemory();  // NOLINT(performance-trivially-destructible)
   DeviceMemory(DeviceMemory&& other) noexcept;
   DeviceMemory& operator=(DeviceMemory&& other) noexcept;
 

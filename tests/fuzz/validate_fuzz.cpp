@@ -356,7 +356,9 @@ void run_real_tensors(Builder& b) {
     const fg_status ran =
         run(&t, &o, bytes == 0 ? nullptr : workspace.data() + shift, bytes, nullptr);
     if (status != FG_OK) {
-      require(ran == status, "what a query refuses, the call refuses alike");
+      // The call also reads lengths, before it looks for a backend.
+      require(ran == status || ran == FG_INVALID_ARGUMENT,
+              "what a query refuses, the call refuses alike");
     } else if (short_of_it) {
       require(ran == FG_WORKSPACE_TOO_SMALL || ran == FG_INVALID_ARGUMENT,
               "a small workspace is refused");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What docs/semantics.md allows must pass the argument checks, and a Problem says what was asked.
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <cmath>
 #include <cstddef>
@@ -424,6 +425,18 @@ TEST(Problem, ACapThatF32CannotTellFromNoneIsNone) {
   call.options.softcap = 8;
   ASSERT_TRUE(call.judge(kBackward, true, &result).ok());
   EXPECT_EQ(result.problem.softcap, 8);
+}
+
+TEST(Problem, OpenMPsOwnNumberOfThreadsHasALimit) {
+  const int before = omp_get_max_threads();
+  omp_set_num_threads(99999999);
+  C call(kFixed);
+  call.options.num_threads = 0;
+  Call result;
+  const Status status = call.judge(kForward, true, &result);
+  omp_set_num_threads(before);
+  ASSERT_TRUE(status.ok()) << status.message;
+  EXPECT_EQ(result.problem.num_threads, 4096);
 }
 
 TEST(Problem, WhatAPackedProblemHolds) {

@@ -79,8 +79,8 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
 }
 
 template <class T>
-__global__ __launch_bounds__(kPrepareThreads, 3) void bwd_prepare(
-    const __grid_constant__ BwdPrepareParams p) {
+__global__ __launch_bounds__(kPrepareThreads,
+                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p) {
   ptx::grid_dependency_launch();
   const auto heads = static_cast<unsigned>(p.heads_q);
   const std::int64_t block = blockIdx.x / heads;

@@ -62,7 +62,8 @@ struct Rotation {
 
 FG_HOST_DEVICE constexpr Rotation rotation(std::int64_t num_m_blocks, std::int64_t num_clusters,
                                            std::int64_t max_round) {
-  const std::int64_t limit = num_clusters < max_round ? num_clusters : max_round;
+  const std::int64_t most = num_clusters < max_round ? num_clusters : max_round;
+  const std::int64_t limit = most > 1 ? most : 1;
   Rotation r{8, (num_m_blocks + 7) / 8};
   while (r.round > limit) {
     r.segment *= 2;

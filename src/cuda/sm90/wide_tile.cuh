@@ -137,7 +137,7 @@ FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const Wid
         (here && blocks.end <= pass_end) || (blocks.empty() && pass.key_begin == 0) ? 1 : 0;
     const std::int64_t at = local_head * pass.blocks_per_head + local_block + i;
     tile.ds[i] = pass.ds + (at * pass.key_count - pass.key_begin) * kDsImageBytes;
-    tile.partial[i] = pass.partial + at * kBlockM * kD;
+    tile.partial[i] = pass.partial == nullptr ? nullptr : pass.partial + at * kBlockM * kD;
     tile.statistics[i] = (head % p.heads_q * p.num_blocks + q_block + i) * kBlockM;
   }
   tile.head = static_cast<int>(head % p.heads_q);
