@@ -256,7 +256,7 @@ ordered_json plan_memory(const PlanArguments& arguments) {
   shape.element_bytes = arguments.dtype == "f32" ? 4 : 2;
   shape.gpus = arguments.gpus;
   print_out(
-      fmt::format("backward, {} sequences of {} tokens, {} query and {} key heads of {}, {}, "
+      fmt::format("backward, batch {} of {} tokens, {} query and {} key heads of {}, {}, "
                   "each of {} GPUs\n",
                   arguments.batch, arguments.tokens, arguments.heads, heads_kv(arguments),
                   arguments.head_dim, arguments.dtype, arguments.gpus));
