@@ -222,6 +222,9 @@ std::vector<NamedTensor> CallTensors::taken_by(fg_pass pass) const {
 }
 
 std::vector<Sequence> sequences(const Case& c) {
+  if (!c.packed() && c.seqlen_q == 0 && c.seqlen_kv == 0) {
+    return {};  // a batch of nothing, however large, is not walked through
+  }
   Problem p;
   p.packed = c.packed();
   p.seqlen_q = c.seqlen_q;

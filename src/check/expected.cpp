@@ -304,6 +304,9 @@ Expected::Expected(const Problem& problem, const Args& args, const ExpectedOptio
   impl.args = args;
   impl.options = options;
   impl.backward = problem.has_dout || problem.has_dlse;
+  if (!problem.packed && problem.seqlen_q == 0 && problem.seqlen_kv == 0) {
+    impl.problem.batch = 0;  // a batch of nothing, however large, is not walked through
+  }
   impl.choose();
   impl.make_tasks();
 
