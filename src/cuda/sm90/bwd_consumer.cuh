@@ -108,16 +108,6 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   if (consumer == 1) {
     token_pass();
   }
-  ptx::mbarrier_wait(shared.k_full(), 0);
-  ptx::mbarrier_wait(shared.q_full(0), 0);
-  ptx::wgmma_fence();
-  tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(s, desc_k, desc_q);
-  ptx::wgmma_commit();
-  load_row_statistic(rows, lse);
-  ptx::mbarrier_wait(shared.v_full(), 0);
-  ptx::wgmma_wait<0>();
-  ptx::pin(s);
-
   // What the steady loop needs of the tile, in registers: loads from shared memory wait long behind
   // the operands of wgmma. `left` counts the query blocks of a head down; those from full_begin on,
   // full_count of them, need no mask.
@@ -301,16 +291,27 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       own_do_ring.advance();
     }
   };
+  if (remaining > 0) {  // Always true; without it ptxas serialises the products of head dim 64.
+    ptx::mbarrier_wait(shared.k_full(), 0);
+    ptx::mbarrier_wait(shared.q_full(0), 0);
+    ptx::wgmma_fence();
+    tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(s, desc_k, desc_q);
+    ptx::wgmma_commit();
+    load_row_statistic(rows, lse);
+    ptx::mbarrier_wait(shared.v_full(), 0);
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
 #pragma unroll 1
-  do {
-    block.template operator()<0>();
-    if constexpr (kBlocks == 2) {
-      block.template operator()<1>();
-    }
-    if (--left < 0) {
-      left = tile.m_end - 1 - tile.m_begin;
-    }
-  } while (--remaining > 0);
+    do {
+      block.template operator()<0>();
+      if constexpr (kBlocks == 2) {
+        block.template operator()<1>();
+      }
+      if (--left < 0) {
+        left = tile.m_end - 1 - tile.m_begin;
+      }
+    } while (--remaining > 0);
+  }
   if (consumer == 0) {
     token_wait();  // consumer 1 passed once more than it waited
   }
