@@ -18,8 +18,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
                                                   const BwdShared<C>& shared, int consumer) {
   constexpr int kD = C.head_dim;
   constexpr int kBlocks = C.key_blocks;
-  // Loading delta before dP is there needs registers that f16's conversions or softcap take.
-  constexpr bool kDeltaAhead = std::is_same_v<T, __nv_bfloat16> && !C.softcap;
+  // Loading delta before dP is there needs registers that softcap or f16's conversions take.
+  constexpr bool kDeltaAhead =
+      !C.softcap && (std::is_same_v<T, __nv_bfloat16> || C.key_blocks == 2);
   constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
   using QTile = tile::SwizzledTile<kBlockM>;
   using KTile = tile::SwizzledTile<C.block_n()>;
@@ -66,8 +67,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::named_barrier_arrive<256>(2 - consumer);
     }
   };
+  // Not "lane 0": ptxas would work the lane out again in the loop, which waits for the operands of
+  // wgmma.
   const auto arrive = [&](std::uint32_t barrier) {
-    if (lane == 0) {
+    if (ptx::elect_one()) {
       ptx::mbarrier_arrive(barrier);
     }
   };
@@ -97,14 +100,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   float s[32];
   float2 rows[8];
   std::uint32_t rp[16];
-  std::uint32_t own_rds[16];  // unused if in place
-  std::uint32_t(&rds)[16] = [&]() -> std::uint32_t(&)[16] {
-    if constexpr (C.in_place) {
-      return rp;
-    } else {
-      return own_rds;
-    }
-  }();
+  std::uint32_t rds[16];
   if (consumer == 1) {
     token_pass();
   }
@@ -120,27 +116,36 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   }
   const int full_count = max(full_end - full_begin, 0);
   full_begin -= tile.m_begin;
-  int left = (C.ordered ? tile.m_start : tile.m_end - 1) - tile.m_begin;
+  const int top = tile.m_end - 1 - tile.m_begin;
+  int left = C.ordered ? tile.m_start - tile.m_begin : top;
   int remaining = tile.num_steps;
   const auto block = [&]<int x>() {
   // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
     for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
          r > 0; --r) {
-      mask_s(s, tile, 128 * x + 64 * consumer + warp * 16 + lane / 4,
-             (left + tile.m_begin) * kBlockM + lane % 4 * 2, hidden_logit<C.softcap>(p.scale_log2));
+      // From the index afresh: there is no register to keep it in.
+      const int t = ptx::thread_index() - 128;  // of the consumers' 256
+      mask_s(s, tile, 128 * x + t / 32 * 16 + t % 32 / 4,
+             (left + tile.m_begin) * kBlockM + t % 4 * 2, hidden_logit<C.softcap>(p.scale_log2));
     }
-    // (2)
+    // (2). Where delta is loaded ahead, the exponents first: the loads go to the registers of lse,
+    // and must be on their way before any product is issued.
+    const auto exponentials = [&](int i, float exponent0, float exponent1) {
+      rp[i] = ptx::pack<T>(ptx::exp2_approx(exponent0), ptx::exp2_approx(exponent1));
+      // Rounding may lift huge logits above their lse.
+      rp[i] = ptx::min_packed<T>(rp[i], kOnes);
+    };
     std::uint32_t factor[4];  // of (4), with softcap
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 row = rows[i / 2];
       float factor0;
       float factor1;
-      const float p0 =
-          exponentiate<C.softcap>(s[2 * i], row.x, scale_log2, p.scale_softcap, &factor0);
-      const float p1 =
-          exponentiate<C.softcap>(s[2 * i + 1], row.y, scale_log2, p.scale_softcap, &factor1);
+      const float exponent0 =
+          exponent<C.softcap>(s[2 * i], row.x, scale_log2, p.scale_softcap, &factor0);
+      const float exponent1 =
+          exponent<C.softcap>(s[2 * i + 1], row.y, scale_log2, p.scale_softcap, &factor1);
       if constexpr (C.softcap) {
         factor[i % 4] = ptx::pack<T>(factor0, factor1);
         if (i % 4 == 3) {
@@ -148,25 +153,32 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
                             factor[3]);
         }
       }
-      rp[i] = ptx::pack<T>(p0, p1);
-      // Rounding may lift huge logits above their lse.
-      rp[i] = ptx::min_packed<T>(rp[i], kOnes);
+      if constexpr (kDeltaAhead) {
+        s[2 * i] = exponent0;
+        s[2 * i + 1] = exponent1;
+      } else {
+        exponentials(i, exponent0, exponent1);
+      }
+    }
+    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
+    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
+    if constexpr (kDeltaAhead) {
+      ptx::pin(s);
+    }
+    if constexpr (x == 0) {
+      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
+    }
+    if constexpr (kDeltaAhead) {
+      load_row_statistic(rows, delta);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        exponentials(i, s[2 * i], s[2 * i + 1]);
+      }
     }
     ptx::pin(rp);
 
     // (3), (5)
-    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
-    float own_dp[32];  // unused if in place
-    float(&dp)[32] = [&]() -> float(&)[32] {
-      if constexpr (C.in_place) {
-        return s;
-      } else {
-        return own_dp;
-      }
-    }();
-    if constexpr (x == 0) {
-      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
-    }
+    float dp[32];
     const std::uint64_t stage = static_cast<std::uint64_t>(ring.stage()) * kStage;
     const std::uint64_t do_offset = static_cast<std::uint64_t>(do_stage) * kStage;
     token_wait();
@@ -178,14 +190,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     tile::gemm_registers<kD, kBlockM, T, QTile>(dv[x], rp, desc_do_mn + do_offset);
     ptx::wgmma_commit();
     token_pass();
-    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
-    if constexpr (kDeltaAhead) {
-      load_row_statistic(rows, delta);
+    Ring<C.q_stages> next = ring;
+    if constexpr (x == kBlocks - 1) {
+      next.advance();
     }
-    const auto dv_done = [&] {
-      ptx::pin(rp);
-      ptx::pin(dv[x]);
-    };
     ptx::wgmma_wait<1>();
     ptx::pin(dp);
 
@@ -213,26 +221,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         ds0 *= f.x;
         ds1 *= f.y;
       }
-      if constexpr (C.in_place) {
-        // P's registers are still read by (5).
-        dp[2 * i] = ds0;
-        dp[2 * i + 1] = ds1;
-      } else {
-        rds[i] = ptx::pack<T>(ds0, ds1);
-      }
-    }
-    if constexpr (C.in_place) {
-      ptx::pin(dp);
-      ptx::wgmma_wait<0>();
-      dv_done();
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        rds[i] = ptx::pack<T>(dp[2 * i], dp[2 * i + 1]);
-      }
-    }
-    Ring<C.q_stages> next = ring;
-    if constexpr (x == kBlocks - 1) {
-      next.advance();
+      rds[i] = ptx::pack<T>(ds0, ds1);
     }
     ptx::mbarrier_wait(shared.ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
     const std::uint32_t ds_address =
@@ -242,11 +231,12 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
                         rds[4 * k + 2], rds[4 * k + 3]);
     }
+
     if constexpr (x == kBlocks - 1) {
       ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
     }
-
     // (6), and (1) of the next block; after the last step on a stale stage, unused.
+    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
     token_wait();
     ptx::wgmma_fence();
     tile::gemm_registers<kD, kBlockM, T, QTile>(dk[x], rds, desc_q_mn + stage);
@@ -264,10 +254,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     }
     arrive(shared.ds_full(ds_ring.stage()));
     ds_ring.advance();
-    if constexpr (!C.in_place) {
-      ptx::wgmma_wait<1>();
-      dv_done();
-    }
+    ptx::wgmma_wait<1>();
+    ptx::pin(rp);
+    ptx::pin(dv[x]);
     if constexpr (x == kBlocks - 1) {
       release(shared.do_empty(do_stage));
     }
@@ -277,7 +266,6 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
     ptx::wgmma_commit();
     token_pass();
-    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
     ptx::wgmma_wait<1>();
     ptx::pin(rds);
     ptx::pin(dk[x]);
@@ -308,7 +296,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         block.template operator()<1>();
       }
       if (--left < 0) {
-        left = tile.m_end - 1 - tile.m_begin;
+        left = top;
       }
     } while (--remaining > 0);
   }
@@ -316,22 +304,25 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     token_wait();  // consumer 1 passed once more than it waited
   }
 
+  // Both afresh, so that the loop needs no registers for them.
+  const int end_thread = ptx::thread_index() % 128;
+  const int end_consumer = __shfl_sync(0xffffffffU, ptx::thread_index() / 128, 0) - 1;
   // dv goes through this consumer's own rows of V; K is still read by the dq warpgroup.
 #pragma unroll
   for (int x = 0; x < kBlocks; ++x) {
-    const int key = 128 * x + 64 * consumer;
+    const int key = 128 * x + 64 * end_consumer;
     if (p.dv) {
       store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
-                                     shared.v(), key, 3 + consumer, thread);
+                                     shared.v(), key, 3 + end_consumer, end_thread);
     }
   }
   ptx::mbarrier_wait(shared.done(), 0);
 #pragma unroll
   for (int x = 0; x < kBlocks; ++x) {
-    const int key = 128 * x + 64 * consumer;
+    const int key = 128 * x + 64 * end_consumer;
     if (p.dk) {
       store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
-                                     shared.k(), key, 3 + consumer, thread);
+                                     shared.k(), key, 3 + end_consumer, end_thread);
     }
   }
 }
