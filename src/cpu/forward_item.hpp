@@ -352,7 +352,8 @@ class ForwardItemRun {
       const std::int64_t head = head_of(r);
       const std::int64_t i = sequence_.q_begin + row_of(r);
       // Without a logit above -inf the maximum is -inf, the sum 0.
-      double maximum = scratch_.row_max[r] * to_natural_;
+      // In f32, as the backward computes its logits: see probability() in backward_tile.hpp.
+      double maximum = scratch_.row_max[r] * finite_float(to_natural_);
       double sum = scratch_.row_sum[r];
       double weight = 1;
       const float sink =

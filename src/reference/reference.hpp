@@ -185,8 +185,15 @@ template <class R>
 struct RowState {
   bool empty = true;  // adds nothing to any gradient
   R lse = 0;
+  bool lse_is_f32 = false;
   R delta = 0;
   R dlse = 0;
+
+  // s to be compared with lse: rounded as it is. Where one key outweighs all others lse is its s,
+  // and p is 1, however large they are.
+  [[nodiscard]] R like_lse(R s) const {
+    return lse_is_f32 ? static_cast<R>(static_cast<float>(s)) : s;
+  }
 };
 
 // delta_i = <dout_i, out_i>; also loads dout_i. An empty row (lse = +-inf) and one that sees only
@@ -201,6 +208,7 @@ RowState<R> load_row_state(const Head& head, std::int64_t i, Row<R>& dout) {
   }
   state.empty = false;
   state.lse = static_cast<R>(lse);
+  state.lse_is_f32 = a.lse.dtype == DType::kF32;
   if (a.dlse) {
     state.dlse = static_cast<R>(load_f64(a.dlse.data, a.dlse.dtype, head.q(a.dlse, i)));
   }
@@ -301,7 +309,7 @@ void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int n
         continue;
       }
       const R s = f.round(f.logit(dot(q[r], k, d)));
-      const R p = f.round(f.probability(s, state[r].lse));
+      const R p = f.round(f.probability(state[r].like_lse(s), state[r].lse));
       const R dp = a.dout ? f.round(dot(dout[r], v, dv)) : R{0};
       const R ds = f.round(f.dlogit(s, p, dp, state[r].delta, state[r].dlse));
       add_scaled(dq[r], ds, k, d);
@@ -349,7 +357,7 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
           continue;
         }
         const R s = f.round(f.logit(dot(q, k[c], d)));
-        const R p = f.round(f.probability(s, state.lse));
+        const R p = f.round(f.probability(state.like_lse(s), state.lse));
         const R dp = a.dout ? f.round(dot(dout, v[c], d_v)) : R{0};
         const R ds = f.round(f.dlogit(s, p, dp, state.delta, state.dlse));
         add_scaled(dk[c], ds, q, d);
