@@ -199,7 +199,7 @@ class ForwardItemRun {
 
   void pack_queries() {
     const std::int64_t words = call_.sizes.padded_head_words;
-    alignas(64) Unit staged[Isa::kLanes * kMaxStagedUnits];
+    auto* const staged = static_cast<Unit*>(scratch_.staging);
     for (std::int64_t r = 0; r < num_rows_; r += kWidth<Isa>) {
       const std::int64_t width = panel_vecs(r) * Isa::kLanes;
       Unit* panel = queries(r);

@@ -29,6 +29,15 @@ using Row = std::array<R, kMaxHeadDim>;
 template <class R>
 using Block = std::array<Row<R>, kBlock>;
 
+// Where one thread computes: operands and results of a call of the functions below. Too much for
+// the stack of a thread, which may be small; a few rows of 2 KB stand there.
+template <class R>
+struct Scratch {
+  Block<R> q, dout, k, v;  // the rows, or the keys, of the call
+  Block<R> out, dq, dk, dv;
+  std::array<R, kBlock> lse;
+};
+
 // The scalar equations of docs/semantics.md, exact to the accuracy of R.
 template <class R>
 struct Formula {
@@ -221,16 +230,18 @@ RowState<R> load_row_state(const Head& head, std::int64_t i, Row<R>& dout) {
   return state;
 }
 
-// lse_i = log( sum_{visible j} exp(s_ij) + exp(sink) )  and  out_i = sum_j p_ij v_j  of ascending
-// `rows` of one head.
+// scratch.lse, out: lse_i = log( sum_{visible j} exp(s_ij) + exp(sink) )  and
+// out_i = sum_j p_ij v_j  of ascending `rows` of one head.
 template <class F, class R = typename F::Real>
 void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int num_rows,
-                  Block<R>& out, std::array<R, kBlock>& lse) {
+                  Scratch<R>& scratch) {
   const Args& a = head.args;
   const Band& band = head.sequence.band;
   const std::int64_t d = head.problem.head_dim;
   const std::int64_t dv = head.problem.head_dim_v;
-  Block<R> q;
+  Block<R>& q = scratch.q;
+  Block<R>& out = scratch.out;
+  std::array<R, kBlock>& lse = scratch.lse;
   Row<R> k;
   Row<R> v;
   // The running maximum m and the sum l of exp(s - m): a later, higher m rescales l. exp(s - s) is
@@ -281,17 +292,18 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
   }
 }
 
-// dq_i = scale * sum_j ds_ij k_j  of ascending `rows` of one head, from args.out, args.lse,
-// args.dout and args.dlse.
+// scratch.dq: dq_i = scale * sum_j ds_ij k_j  of ascending `rows` of one head, from args.out,
+// args.lse, args.dout and args.dlse.
 template <class F, class R = typename F::Real>
 void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int num_rows,
-                   Block<R>& dq) {
+                   Scratch<R>& scratch) {
   const Args& a = head.args;
   const Band& band = head.sequence.band;
   const std::int64_t d = head.problem.head_dim;
   const std::int64_t dv = head.problem.head_dim_v;
-  Block<R> q;
-  Block<R> dout;
+  Block<R>& q = scratch.q;
+  Block<R>& dout = scratch.dout;
+  Block<R>& dq = scratch.dq;
   std::array<RowState<R>, kBlock> state;
   Row<R> k;
   Row<R> v;
@@ -322,18 +334,20 @@ void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int n
   }
 }
 
-// dk_j = scale * sum_i ds_ij q_i  and  dv_j = sum_i p_ij dout_i  of ascending `keys` of one kv
-// head, the sums over all query heads of its group (head.head_q is the first). Without dout, dv is
-// exactly 0.
+// scratch.dk, dv: dk_j = scale * sum_i ds_ij q_i  and  dv_j = sum_i p_ij dout_i  of ascending
+// `keys` of one kv head, the sums over all query heads of its group (head.head_q is the first).
+// Without dout, dv is exactly 0.
 template <class F, class R = typename F::Real>
-void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys, Block<R>& dk,
-                   Block<R>& dv) {
+void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys,
+                   Scratch<R>& scratch) {
   const Args& a = head.args;
   const Band& band = head.sequence.band;
   const std::int64_t d = head.problem.head_dim;
   const std::int64_t d_v = head.problem.head_dim_v;
-  Block<R> k;
-  Block<R> v;
+  Block<R>& k = scratch.k;
+  Block<R>& v = scratch.v;
+  Block<R>& dk = scratch.dk;
+  Block<R>& dv = scratch.dv;
   Row<R> q;
   Row<R> dout;
   for (int c = 0; c < num_keys; ++c) {
