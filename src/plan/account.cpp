@@ -211,7 +211,7 @@ std::vector<Kernel> search_hopper_backward(const Device& device, int head_dim, i
   const auto cost = [&](const Kernel& kernel) {
     const Account a = account(kernel, device);
     // Of two that take as long, the one that loads less.
-    return a.bound / kernel.exponentials() * (1 + 1e-6 * a.l2_bytes_per_clk);
+    return a.bound / kernel.pairs() * (1 + 1e-6 * a.l2_bytes_per_clk);
   };
   std::stable_sort(found.begin(), found.end(),
                    [&](const Kernel& x, const Kernel& y) { return cost(x) < cost(y); });

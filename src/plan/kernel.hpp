@@ -87,7 +87,14 @@ struct Kernel {
   std::vector<Use> uncounted{};
   bool counts_sending = true;  // likewise, what the pair's other CTA reads from here
 
-  [[nodiscard]] double exponentials() const { return static_cast<double>(queries) * keys; }
+  // For predictions (pipeline.hpp): warpgroups that each go from products to softmax and back, and
+  // bytes that a CTA moves once for all its pairs.
+  int workers = 1;
+  double tile_bytes = 0;
+  bool has_softmax = true;
+
+  [[nodiscard]] double pairs() const { return static_cast<double>(queries) * keys; }
+  [[nodiscard]] double exponentials() const { return has_softmax ? pairs() : 0; }
 };
 
 // FlashAttention-3's family on Hopper (wgmma). S^T and P^T have keys as rows unless `swapped`.
@@ -135,7 +142,8 @@ Kernel fa2_forward(int head_dim);
 Kernel fa1_forward(int head_dim);
 Kernel standard_forward(int head_dim);
 
-// This library's kernels for Hopper, in their real configurations (src/cuda/sm90/*.def).
+// This library's kernels for Hopper, in their real configurations (src/cuda/sm90/*.def, and for
+// head dims above 128 bwd_wide_shared.cuh and bwd_wide_dq.cuh).
 std::vector<Kernel> sm90_kernels();
 
 // The configurations that were weighed for the Hopper backward: docs/model.md's table.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `flashgrad plan`: every figure that it is for is printed; what it refuses.
+#include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tool.hpp"
@@ -79,6 +81,47 @@ TEST_F(Plan, PredictReadsResults) {
       out_of({"predict", "--results",
               FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"}),
       {"14 of 14 within 15 %"});
+}
+
+// A folder: whatever results are in it, and what of them is not predicted.
+TEST_F(Plan, PredictReadsAFolder) {
+  const std::string json = path("predicted.json");
+  expect_words(
+      out_of({"predict", "--results", FLASHGRAD_DATA_DIR "/../benchmarks/results", "--json", json}),
+      {"128 of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
+       "packed,128 causal", "window 1024", "16/4,4096", "not predicted: bytes, not times",
+       "not predicted: the peers' times"});
+  expect_words(contents("predicted.json"),
+               {"measured_seconds", "predicted_seconds", "left_out", "mean_error"});
+}
+
+// What a result file says may be anything.
+TEST_F(Plan, PredictRefusesOtherFiles) {
+  const std::string file = path("hostile.json");
+  for (const char* text :
+       {"", "{}", "[[[[", R"({"suite": "cuda", "rows": 3})",
+        R"({"f32_peak": {"gflops": 1}, "bf16_peak": {"gflops": 1}, "rows": [{"shape": "b=1"}]})",
+        R"({"what": "sm90 backward", "rows": {"d0 full 0k": [1, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 16k 3/2": [1, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 16k": [0, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 1000000k": [1, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 4000k deterministic": [1, 1]}})"}) {
+    std::ofstream(file) << text;
+    const ToolResult result = run_tool({"plan", "predict", "--results", file});
+    EXPECT_EQ(result.exit_status, 2) << text;
+    EXPECT_NE(result.err.find("hostile.json"), std::string::npos) << result.err;
+  }
+}
+
+// The command that was meant.
+TEST_F(Plan, RefusalsNameTheirHelp) {
+  for (const auto& [arguments, help] :
+       {std::pair<std::vector<std::string>, std::string>{{"plan"}, "(flashgrad plan --help"},
+        {{"plan", "memory", "--gpu", "3"}, "(flashgrad plan memory --help"},
+        {{"bench", "--fast"}, "(flashgrad bench --help"},
+        {{}, "(flashgrad --help"}}) {
+    EXPECT_NE(run_tool(arguments).err.find(help), std::string::npos) << help;
+  }
 }
 
 TEST_F(Plan, Refuses) {

@@ -154,8 +154,8 @@ TEST(PlanAccount, SearchFindsTilesForHeadDim192) {
     ASSERT_FALSE(found.empty()) << cluster;
     for (const Kernel& kernel : found) {
       EXPECT_TRUE(account(kernel, h200).overflows.empty());
-      EXPECT_GE(account(kernel, h200).bound / kernel.exponentials(),
-                account(found.front(), h200).bound / found.front().exponentials());
+      EXPECT_GE(account(kernel, h200).bound / kernel.pairs(),
+                account(found.front(), h200).bound / found.front().pairs());
     }
   }
 }

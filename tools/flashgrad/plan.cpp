@@ -205,9 +205,9 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
   CLI::App* predict =
       app.add_subcommand("predict", "Predicted against measured times of benchmarks/results");
   predict
-      ->add_option(
-          "--results", arguments.results,
-          "Files of `flashgrad bench`, benchmarks/peers.py --suite speed, or the GPU programs")
+      ->add_option("--results", arguments.results,
+                   "Files of `flashgrad bench`, benchmarks/peers.py and the GPU programs, or a "
+                   "folder of them")
       ->required()
       ->type_name("FILE");
   add_outputs(*predict, arguments, false);

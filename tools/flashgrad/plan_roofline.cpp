@@ -182,7 +182,7 @@ ordered_json search(const plan::Device& device, int head_dim, std::string* svg) 
     winners.insert(winners.end(), found.begin(), found.begin() + (found.empty() ? 0 : 1));
     for (std::size_t i = 0; i < std::min(kShown, found.size()); ++i) {
       const plan::Account a = plan::account(found[i], device);
-      const double cost = 1024 * a.bound / found[i].exponentials();
+      const double cost = 1024 * a.bound / found[i].pairs();
       best[cluster - 1] = i == 0 ? cost : best[cluster - 1];
       print_out(fmt::format("  {:>7.1f} {:>4.0f}%  L2 {:>4.1f} B/clk  {}\n", cost, 100 * a.busy(),
                             a.l2_bytes_per_clk, found[i].description));

@@ -47,6 +47,7 @@ Scheduled scheduled_kernel(const PlanArguments& arguments, const plan::Device& d
 
 struct Run {
   const plan::Policy* policy;
+  std::int64_t section;
   plan::Timeline timeline;
 };
 
@@ -115,8 +116,6 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
     }
     problem.seqlen_kv = problem.seqlen_q;
   }
-  problem.section =
-      arguments.section > 0 ? arguments.section : plan::heads_in_l2(problem, device.l2_bytes);
   if (problem.seqlen_q / 64 * (problem.seqlen_kv / 128) * problem.heads_q * problem.batch >
       kMaxSteps) {
     throw Error(fmt::format("more than {} steps; take fewer heads or tokens", kMaxSteps));
@@ -140,9 +139,14 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   std::vector<Run> runs;
   for (const plan::Policy& policy : plan::policies(problem.backward)) {
     if (arguments.compare || arguments.order == policy.name) {
-      runs.push_back(
-          {&policy, plan::simulate(problem, plan::launch_order(problem, policy, scheduled.tile),
-                                   policy, machine)});
+      problem.section = !policy.swizzled ? 1
+                        : arguments.section > 0
+                            ? arguments.section
+                            : plan::kernel_section(problem, policy, scheduled.tile,
+                                                   machine.processors, device.l2_bytes);
+      runs.push_back({&policy, problem.section,
+                      plan::simulate(problem, plan::launch_order(problem, policy, scheduled.tile),
+                                     policy, machine)});
     }
   }
   if (runs.empty()) {
@@ -155,24 +159,25 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
                    [&](const Run& x, const Run& y) { return cost(x) < cost(y); });
 
   print_out(fmt::format(
-      "{} by {} on {} {} of {}, {:.0f} cycles a step, sections of {} heads\n"
-      "  {:<24} {:>9} {:>6} {:>6} {:>8} {:>9}\n",
+      "{} by {} on {} {} of {}, {:.0f} cycles a step\n"
+      "  {:<24} {:>7} {:>9} {:>6} {:>6} {:>8} {:>9}\n",
       arguments.pass, scheduled.kernel->name, machine.processors,
       scheduled.tile.cluster == 2 ? "pairs of SMs" : "SMs", device.name, machine.step_cycles,
-      problem.section, "order", "kcycles", "speed", "idle", "waiting", "in use"));
+      "order", "section", "kcycles", "speed", "idle", "waiting", "in use"));
   ordered_json rows = ordered_json::array();
   for (const Run& run : runs) {
     const plan::Timeline& t = run.timeline;
     if (t.deadlock) {
-      print_out(fmt::format("  {:<24} deadlock: waits for tiles that have not started\n",
-                            run.policy->name));
+      print_out(fmt::format("  {:<24} {:>7} deadlock: waits for tiles that have not started\n",
+                            run.policy->name, run.section));
     } else {
-      print_out(fmt::format("  {:<24} {:>9.0f} {:>5.1f}% {:>5.1f}% {:>7.1f}% {:>9}  {}\n",
-                            run.policy->name, t.makespan / 1000,
+      print_out(fmt::format("  {:<24} {:>7} {:>9.0f} {:>5.1f}% {:>5.1f}% {:>7.1f}% {:>9}  {}\n",
+                            run.policy->name, run.section, t.makespan / 1000,
                             100 * runs.front().timeline.makespan / t.makespan, 100 * t.idle,
                             100 * t.waiting, format_bytes(t.peak_bytes), run.policy->description));
     }
     rows.push_back({{"order", run.policy->name},
+                    {"section", run.section},
                     {"deadlock", t.deadlock},
                     {"makespan_cycles", t.makespan},
                     {"idle", t.idle},
@@ -182,9 +187,11 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   }
   *svg = plan::gantt_svg(runs.front().timeline,
                          fmt::format("{}, {}", arguments.pass, runs.front().policy->name));
-  return {{"kernel", scheduled.kernel->name}, {"device", device.name},
-          {"processors", machine.processors}, {"step_cycles", machine.step_cycles},
-          {"section", problem.section},       {"orders", rows}};
+  return {{"kernel", scheduled.kernel->name},
+          {"device", device.name},
+          {"processors", machine.processors},
+          {"step_cycles", machine.step_cycles},
+          {"orders", rows}};
 }
 
 }  // namespace flashgrad::tool
