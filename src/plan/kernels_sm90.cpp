@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // This library's kernels for Hopper as data, from their own configurations.
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -146,6 +147,29 @@ std::vector<Kernel> sm90_kernels() {
     all.push_back(std::move(kernel));
   }
   return all;
+}
+
+const Kernel& sm90_forward_kernel(std::int64_t head_dim, std::int64_t head_dim_v) {
+  for (const sm90::FwdConfig& c : sm90::kFwdConfigs) {
+    if (c.head_dim >= head_dim && c.head_dim_v >= head_dim_v) {
+      return find_kernel("sm90-forward-D" + std::to_string(c.head_dim) +
+                         (c.head_dim_v == c.head_dim ? "" : "V" + std::to_string(c.head_dim_v)));
+    }
+  }
+  throw std::invalid_argument("no sm90 forward above head_dim 256");
+}
+
+const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool cluster) {
+  if (head_dim > 128) {
+    throw std::invalid_argument("no single sm90 backward kernel above head_dim 128");
+  }
+  if (head_dim <= 64 && cluster) {
+    throw std::invalid_argument("the sm90 backward up to head_dim 64 has no cluster");
+  }
+  return find_kernel(std::string("sm90-backward-") + (head_dim <= 64 ? "D64" : "D128") +
+                     (ordered   ? "Ordered"
+                      : cluster ? "Cluster"
+                                : ""));
 }
 
 }  // namespace flashgrad::plan

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "plan/account.hpp"
+
 namespace flashgrad::plan {
 
 double product_cycles(const Kernel& kernel, const Device& device) {
@@ -14,8 +16,7 @@ double product_cycles(const Kernel& kernel, const Device& device) {
   }
   double other = 0;
   for (const SharedTraffic& traffic : kernel.shared_traffic) {
-    other += traffic.bytes /
-             (traffic.from_peer ? device.dsmem_bytes_per_clk : device.shared_bytes_per_clk);
+    other += traffic.bytes / shared_rate(traffic, device);
   }
   double cycles = 0;
   for (const Product& product : kernel.products) {

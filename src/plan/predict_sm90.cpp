@@ -103,14 +103,7 @@ bool wants_cluster(const Call& call) {
 }
 
 std::vector<KernelTime> forward_kernels(const Call& call, const Device& device) {
-  const char* const name = call.head_dim <= 64    ? "sm90-forward-D64"
-                           : call.head_dim <= 96  ? "sm90-forward-D96"
-                           : call.head_dim <= 128 ? "sm90-forward-D128"
-                           : call.head_dim <= 192 && call.head_dim_v <= 128
-                               ? "sm90-forward-D192V128"
-                           : call.head_dim <= 192 ? "sm90-forward-D192"
-                                                  : "sm90-forward-D256";
-  const Kernel& kernel = find_kernel(name);
+  const Kernel& kernel = sm90_forward_kernel(call.head_dim, call.head_dim_v);
   ScheduleProblem problem = schedule_of(call);
   const Policy& policy = find_policy(false, "sections");
   const TileSize tile{.rows = kernel.queries, .keys = kernel.keys};
@@ -164,12 +157,9 @@ KernelTime ordered_kernel(const Kernel& kernel, const std::vector<WorkTile>& til
 
 // Head dims up to 128.
 KernelTime main_kernel(const Call& call, const Device& device) {
-  const bool narrow = std::max(call.head_dim, call.head_dim_v) <= 64;
-  const bool cluster = !narrow && wants_cluster(call);
-  const Kernel& kernel = find_kernel(std::string("sm90-backward-") + (narrow ? "D64" : "D128") +
-                                     (call.deterministic ? "Ordered"
-                                      : cluster          ? "Cluster"
-                                                         : ""));
+  const std::int64_t width = std::max(call.head_dim, call.head_dim_v);
+  const Kernel& kernel =
+      sm90_backward_kernel(width, call.deterministic, width > 64 && wants_cluster(call));
   ScheduleProblem problem = schedule_of(call);
   const Policy& policy = find_policy(true, call.deterministic ? "turns-sm90" : "sections");
   const auto sms = static_cast<int>(device.sm_count);

@@ -140,7 +140,4 @@ std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy
 // 0 and the sums of the first one, two, ... lengths.
 std::vector<std::int32_t> cumulative(const std::vector<std::int32_t>& lengths);
 
-// Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
-std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);
-
 }  // namespace flashgrad::plan

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `flashgrad plan`: every figure that it is for is printed; what it refuses.
 #include <fstream>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -81,6 +82,90 @@ TEST_F(Plan, PredictReadsResults) {
       out_of({"predict", "--results",
               FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"}),
       {"14 of 14 within 15 %"});
+}
+
+TEST_F(Plan, AllCommandsDraw) {
+  const std::string svg = path("picture.svg");
+  for (const auto& [arguments, words] :
+       std::vector<std::pair<std::vector<std::string>, std::vector<std::string>>>{
+           {{"roofline", "--kernel", "fa3-backward"}, {"fa3-backward", ">2944<"}},
+           {{"memory", "--tokens", "512K"}, {"P made again", "dq sums"}},
+           {{"schedule", "--tokens", "2048"}, {"40 processors of", "hsl("}},
+           {{"simulate", "--program", "fa4", "--queries", "256", "--keys", "128"},
+            {"tensor pipe 0", "loads of CTA 0: copies", "<title>dP, tile 1</title>"}},
+           {{"predict", "--results",
+             FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"},
+            {"<circle", "2026-11-29-zen5-bench-quiet.json</text>"}}}) {
+    std::vector<std::string> all = arguments;
+    all.insert(all.end(), {"--svg", svg});
+    out_of(all);
+    expect_words(contents("picture.svg"), {"<svg", "</svg>"});
+    expect_words(contents("picture.svg"), words);
+  }
+}
+
+// The kernel that runs at a head dim, if the device can hold it.
+TEST_F(Plan, SchedulesTheKernelOfTheHeadDim) {
+  expect_words(out_of({"schedule", "--head-dim", "64"}), {"sm90-backward-D64 on 132 SMs"});
+  expect_words(out_of({"schedule", "--cluster", "2"}), {"sm90-backward-D128Cluster on 66 pairs"});
+  expect_words(out_of({"schedule", "--pass", "forward", "--head-dim", "256"}),
+               {"sm90-forward-D256 on 132 SMs"});
+  for (const auto& [arguments, words] :
+       std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--head-dim", "192"}, "want at most 128"},
+           {{"--head-dim", "64", "--cluster", "2"}, "has no cluster"},
+           {{"--device", "a100"}, "does not fit a100; shared memory"},
+           {{"--device", "b200", "--head-dim", "192"}, "tensor memory: columns 640"}}) {
+    std::vector<std::string> all = {"plan", "schedule"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const ToolResult result = run_tool(all);
+    EXPECT_EQ(result.exit_status, 2) << result.out;
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
+  }
+}
+
+// A device of one's own, from a file; what it says may be anything.
+TEST_F(Plan, DevicesFromFiles) {
+  std::ifstream h200(FLASHGRAD_DATA_DIR "/../src/plan/devices/h200.json");
+  const std::string text{std::istreambuf_iterator<char>(h200), {}};
+  const std::string file = path("device.json");
+  const auto with = [&](const std::string& old, const std::string& now) {
+    std::string changed = text;
+    const std::size_t at = changed.find(old);
+    EXPECT_NE(at, std::string::npos) << old;
+    std::ofstream(file) << changed.replace(at, old.size(), now);
+  };
+  const std::vector<std::string> roofline = {"roofline", "--device", file, "--kernel",
+                                             "sm90-backward-D128"};
+  with("\"h200\"", "\"h400 <&>\"");
+  expect_words(out_of(roofline), {"sm90-backward-D128 on h400 <&>"});
+  std::vector<std::string> drawn = roofline;
+  drawn.insert(drawn.end(), {"--svg", path("device.svg")});
+  out_of(drawn);
+  expect_words(contents("device.svg"), {"h400 &lt;&amp;>"});
+  with("\"value\": 4096", "\"value\": 8192");
+  expect_words(out_of(roofline), {"MMA                                               1280"});
+  with("\"value\": 128,\n      \"source\": \"assumed",
+       "\"value\": null,\n      \"source\": \"assumed");
+  out_of(roofline);
+  for (const auto& [old, now] :
+       std::vector<std::pair<std::string, std::string>>{{"\"value\": 132", "\"value\": 0"},
+                                                        {"\"value\": 132", "\"value\": null"},
+                                                        {"\"value\": 132", "\"value\": \"132\""},
+                                                        {"\"value\": 1980", "\"value\": -1980"},
+                                                        {"\"value\": 1980", "\"value\": 1e999"},
+                                                        {"\"value\": 17", "\"value\": -17"},
+                                                        {"\"sm_count\"", "\"sms\""},
+                                                        {"\"figures\": {", "\"figures\": ["},
+                                                        {"NVIDIA H200 SXM", "\xff\xfe"}}) {
+    with(old, now);
+    std::vector<std::string> all = {"plan"};
+    all.insert(all.end(), roofline.begin(), roofline.end());
+    const ToolResult result = run_tool(all);
+    EXPECT_EQ(result.exit_status, 2) << now << result.out;
+    EXPECT_TRUE(result.err.starts_with("flashgrad: device ")) << result.err;
+  }
+  EXPECT_EQ(run_tool({"plan", "roofline", "--device", path("none.json")}).exit_status, 2);
 }
 
 // A folder: whatever results are in it, and what of them is not predicted.

@@ -10,6 +10,8 @@
 #include <set>
 #include <tuple>
 
+#include "plan/pictures.hpp"
+
 namespace flashgrad::plan {
 namespace {
 

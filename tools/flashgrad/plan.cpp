@@ -23,16 +23,16 @@ std::string device_names() {
   return names;
 }
 
-void add_outputs(CLI::App& command, PlanArguments& arguments, bool draws) {
+constexpr const char* kDeviceFile = ", or a JSON file like those of src/plan/devices";
+
+void add_outputs(CLI::App& command, PlanArguments& arguments) {
   command.add_option("--json", arguments.json, "Also write the numbers to this file")
       ->type_name("FILE");
-  if (draws) {
-    command.add_option("--svg", arguments.svg, "Also draw them into this file")->type_name("FILE");
-  }
+  command.add_option("--svg", arguments.svg, "Also draw them into this file")->type_name("FILE");
 }
 
 void add_device(CLI::App& command, PlanArguments& arguments) {
-  command.add_option("--device", arguments.device, device_names())
+  command.add_option("--device", arguments.device, device_names() + kDeviceFile)
       ->type_name("NAME")
       ->capture_default_str();
 }
@@ -62,7 +62,9 @@ void add_shape(CLI::App& command, PlanArguments& arguments) {
 void add_roofline(CLI::App& app, PlanArguments& arguments) {
   CLI::App* roofline =
       app.add_subcommand("roofline", "Cycles per resource and tile, what binds, whether it fits");
-  roofline->add_option("--device", arguments.device, device_names() + ", or cpu: this machine")
+  roofline
+      ->add_option("--device", arguments.device,
+                   device_names() + kDeviceFile + ", or cpu: this machine")
       ->type_name("NAME")
       ->capture_default_str();
   roofline
@@ -79,7 +81,7 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
       ->add_flag("--generations", arguments.generations,
                  "FlashAttention 1 to 4 on each device: what binds")
       ->disable_flag_override();
-  add_outputs(*roofline, arguments, true);
+  add_outputs(*roofline, arguments);
 }
 
 void add_memory(CLI::App& app, PlanArguments& arguments) {
@@ -95,7 +97,7 @@ void add_memory(CLI::App& app, PlanArguments& arguments) {
       ->type_name("N")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  add_outputs(*memory, arguments, false);
+  add_outputs(*memory, arguments);
 }
 
 void add_schedule(CLI::App& app, PlanArguments& arguments) {
@@ -167,7 +169,7 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->type_name("X")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
-  add_outputs(*schedule, arguments, true);
+  add_outputs(*schedule, arguments);
 }
 
 void add_simulate(CLI::App& app, PlanArguments& arguments) {
@@ -198,7 +200,7 @@ void add_simulate(CLI::App& app, PlanArguments& arguments) {
       ->add_option("--drop-wait", arguments.drop_wait,
                    "Leave out a wait; any other text lists the waits")
       ->type_name("ROLE/CTA/BARRIER");
-  add_outputs(*simulate, arguments, false);
+  add_outputs(*simulate, arguments);
 }
 
 void add_predict(CLI::App& app, PlanArguments& arguments) {
@@ -210,7 +212,7 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
                    "folder of them")
       ->required()
       ->type_name("FILE");
-  add_outputs(*predict, arguments, false);
+  add_outputs(*predict, arguments);
 }
 
 void write_file(const std::string& path, const std::string& text) {
@@ -244,19 +246,20 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
     if (plan.got_subcommand("roofline")) {
       result = plan_roofline(arguments, &svg);
     } else if (plan.got_subcommand("memory")) {
-      result = plan_memory(arguments);
+      result = plan_memory(arguments, &svg);
     } else if (plan.got_subcommand("schedule")) {
       result = plan_schedule(arguments, &svg);
     } else if (plan.got_subcommand("predict")) {
-      result = plan_predict(arguments);
+      result = plan_predict(arguments, &svg);
     } else {
-      result = plan_simulate(arguments, &ok);
+      result = plan_simulate(arguments, &svg, &ok);
     }
   } catch (const std::invalid_argument& error) {
     throw Error(printable(error.what(), 1000));
   }
   if (!arguments.json.empty()) {
-    write_file(arguments.json, result.dump(1) + "\n");
+    write_file(arguments.json,
+               result.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
   if (!arguments.svg.empty()) {
     if (svg.empty()) {

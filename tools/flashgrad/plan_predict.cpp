@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 
 #include "plan/measured.hpp"
+#include "plan/pictures.hpp"
 #include "plan_commands.hpp"
+#include "plan_shape.hpp"
 #include "text.hpp"
 
 namespace flashgrad::tool {
@@ -45,11 +45,7 @@ std::vector<std::string> all_files(const std::vector<std::string>& paths) {
 }
 
 plan::ResultFile read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file) {
-    throw Error(fmt::format("--results: '{}' can't be read", printable(path)));
-  }
+  const std::string text = read_text(path, "--results");
   try {
     return plan::read_results(text);
   } catch (const std::invalid_argument& error) {
@@ -57,7 +53,8 @@ plan::ResultFile read_file(const std::string& path) {
   }
 }
 
-ordered_json compare(const std::string& path) {
+ordered_json compare(const std::string& path, std::vector<plan::PredictedPoint>* points,
+                     int series) {
   const plan::ResultFile file = read_file(path);
   print_out(fmt::format("{}\n", printable(path)));
   if (!file.rows.empty()) {
@@ -71,6 +68,7 @@ ordered_json compare(const std::string& path) {
     const double predicted = plan::predict_seconds(row);
     const double error = predicted / row.seconds - 1;
     sum += std::abs(error);
+    points->push_back({row.seconds, predicted, series});
     within += std::abs(error) <= kAim ? 1 : 0;
     print_out(fmt::format("  {:<58} {:>11} {:>11} {:>+6.1f}%{}\n", row.what,
                           format_seconds(row.seconds), format_seconds(predicted), 100 * error,
@@ -97,11 +95,18 @@ ordered_json compare(const std::string& path) {
 
 }  // namespace
 
-ordered_json plan_predict(const PlanArguments& arguments) {
+ordered_json plan_predict(const PlanArguments& arguments, std::string* svg) {
   ordered_json files = ordered_json::array();
+  std::vector<plan::PredictedPoint> points;
+  std::vector<std::string> series;
   for (const std::string& path : all_files(arguments.results)) {
-    files.push_back(compare(path));
+    const std::size_t before = points.size();
+    files.push_back(compare(path, &points, static_cast<int>(series.size())));
+    if (points.size() > before) {
+      series.push_back(std::filesystem::path(path).filename().string());
+    }
   }
+  *svg = points.empty() ? "" : plan::scatter_svg(points, series);
   return files;
 }
 

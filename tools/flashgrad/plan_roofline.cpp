@@ -9,6 +9,7 @@
 #include "peak.hpp"
 #include "plan/account.hpp"
 #include "plan/memory.hpp"
+#include "plan/pictures.hpp"
 #include "plan_commands.hpp"
 #include "plan_shape.hpp"
 #include "text.hpp"
@@ -216,7 +217,7 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   if (arguments.device == "cpu") {
     return this_machine();
   }
-  const plan::Device& device = plan::find_device(arguments.device);
+  const plan::Device device = device_of(arguments);
   if (arguments.sources) {
     return sources(device);
   }
@@ -245,8 +246,8 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   return {{"device", device.name}, {"kernels", rows}};
 }
 
-ordered_json plan_memory(const PlanArguments& arguments) {
-  const plan::Device& device = plan::find_device(arguments.device);
+ordered_json plan_memory(const PlanArguments& arguments, std::string* svg) {
+  const plan::Device device = device_of(arguments);
   plan::MemoryShape shape;
   shape.batch = arguments.batch;
   shape.heads_q = arguments.heads;
@@ -262,6 +263,7 @@ ordered_json plan_memory(const PlanArguments& arguments) {
                   arguments.head_dim, arguments.dtype, arguments.gpus));
   const plan::MemoryPlan standard = plan::standard_backward_memory(shape);
   const plan::MemoryPlan recomputing = plan::recomputing_backward_memory(shape);
+  *svg = plan::memory_svg(standard, recomputing);
   ordered_json result = {{"standard", print_plan("standard, P stored", standard)},
                          {"recomputing", print_plan("P made again", recomputing)}};
   print_out(fmt::format("{} {:.0f} times less; {} holds {}: {}\n", "that is",
