@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <cstdint>
 #include <fstream>
 
 #include "plan/device.hpp"
@@ -14,6 +15,20 @@
 
 namespace flashgrad::tool {
 namespace {
+
+constexpr int kMaxCount = 65536;  // of heads, and of sequences
+
+// From 0 to `most`, and a number: CLI::Range lets nan through.
+struct NumberRange : CLI::Validator {
+  explicit NumberRange(double most) {
+    func_ = [most](const std::string& text) {
+      double value = 0;
+      return CLI::detail::lexical_cast(text, value) && value >= 0 && value <= most
+                 ? std::string()
+                 : fmt::format("want 0 to {:g}", most);
+    };
+  }
+};
 
 std::string device_names() {
   std::string names;
@@ -43,15 +58,15 @@ void add_shape(CLI::App& command, PlanArguments& arguments) {
       ->capture_default_str();
   command.add_option("--batch", arguments.batch, "Sequences")
       ->type_name("N")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, kMaxCount))
       ->capture_default_str();
   command.add_option("--heads", arguments.heads, "Query heads")
       ->type_name("N")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, kMaxCount))
       ->capture_default_str();
   command.add_option("--heads-kv", arguments.heads_kv, "Key heads; 0: as many")
       ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0, kMaxCount))
       ->capture_default_str();
   command.add_option("--head-dim", arguments.head_dim, "Of q, k and v")
       ->type_name("N")
@@ -95,7 +110,7 @@ void add_memory(CLI::App& app, PlanArguments& arguments) {
       ->capture_default_str();
   memory->add_option("--gpus", arguments.gpus, "That share the sequence")
       ->type_name("N")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1 << 30))
       ->capture_default_str();
   add_outputs(*memory, arguments);
 }
@@ -133,29 +148,29 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
   schedule
-      ->add_option("--section", arguments.section, "Heads launched together; 0: what fits the L2")
+      ->add_option("--section", arguments.section, "Heads launched together; 0: as the kernels do")
       ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0, 1 << 30))
       ->capture_default_str();
   schedule->add_option("--step-cycles", arguments.step_cycles, "Of a step; 0: the kernel's bound")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule->add_option("--tile-cycles", arguments.tile_cycles, "Of a tile besides its steps")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule
       ->add_option("--signal-cycles", arguments.signal_cycles,
                    "From an addition to dq until another processor may add")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule
       ->add_option("--turn-cycles", arguments.turn_cycles,
                    "That a step takes longer with turns at dq (an H200's fence and counter: 60)")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule->add_option("--slack", arguments.slack, "Steps that products may be ahead of additions")
       ->type_name("N")
@@ -163,11 +178,11 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->capture_default_str();
   schedule->add_option("--jitter", arguments.jitter, "Steps take up to this share longer")
       ->type_name("X")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(NumberRange(1))
       ->capture_default_str();
   schedule->add_option("--spread", arguments.spread, "Processors are slower by up to this share")
       ->type_name("X")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(NumberRange(1))
       ->capture_default_str();
   add_outputs(*schedule, arguments);
 }
@@ -194,7 +209,7 @@ void add_simulate(CLI::App& app, PlanArguments& arguments) {
       ->disable_flag_override();
   simulate->add_option("--seed", arguments.seed, "Of the order of events that no barrier orders")
       ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0, INT32_MAX))
       ->capture_default_str();
   simulate
       ->add_option("--drop-wait", arguments.drop_wait,

@@ -39,6 +39,9 @@ std::vector<std::string> all_files(const std::vector<std::string>& paths) {
     if (error) {
       throw Error(fmt::format("--results: '{}' can't be read", printable(path)));
     }
+    if (files.size() == first) {
+      throw Error(fmt::format("--results: '{}' has no JSON files", printable(path)));
+    }
     std::sort(files.begin() + static_cast<std::ptrdiff_t>(first), files.end());
   }
   return files;

@@ -2,6 +2,7 @@
 // `flashgrad plan roofline` and `flashgrad plan memory`.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -224,6 +225,10 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   if (arguments.kernels == std::vector<std::string>{"hopper-backward"}) {
     return search(device, arguments.head_dim, svg);
   }
+  if (std::find(arguments.kernels.begin(), arguments.kernels.end(), "hopper-backward") !=
+      arguments.kernels.end()) {
+    throw Error("--kernel: hopper-backward goes alone");
+  }
   if (!arguments.kernels.empty()) {
     std::vector<plan::Kernel> kernels;
     ordered_json rows = ordered_json::array();
@@ -256,6 +261,9 @@ ordered_json plan_memory(const PlanArguments& arguments, std::string* svg) {
   shape.head_dim = shape.head_dim_v = arguments.head_dim;
   shape.element_bytes = arguments.dtype == "f32" ? 4 : 2;
   shape.gpus = arguments.gpus;
+  if (shape.gpus > shape.seqlen_q) {
+    throw Error("--gpus: more GPUs than tokens of a sequence");
+  }
   print_out(
       fmt::format("backward, batch {} of {} tokens, {} query and {} key heads of {}, {}, "
                   "each of {} GPUs\n",

@@ -18,6 +18,7 @@ using nlohmann::ordered_json;
 
 // More steps than this would take minutes to run through.
 constexpr std::int64_t kMaxSteps = std::int64_t{1} << 24;
+constexpr double kMaxTiles = 1 << 21;
 
 // The kernel whose tiles are scheduled, by pass, device and cluster. A step is 64 queries in the
 // backward, a block of keys in the forward.
@@ -51,6 +52,26 @@ Scheduled scheduled_kernel(const PlanArguments& arguments, const plan::Device& d
   return scheduled;
 }
 
+// Something to do, and not too much of it.
+void require_work(const plan::ScheduleProblem& problem, const plan::TileSize& tile) {
+  const double tiles = static_cast<double>(problem.seqlen_q) / 64 *
+                       static_cast<double>(problem.heads_q) * static_cast<double>(problem.batch);
+  std::int64_t steps = 0;
+  if (tiles <= kMaxTiles) {
+    for (const plan::WorkTile& work :
+         plan::launch_order(problem, plan::find_policy(problem.backward, "natural"), tile)) {
+      steps += work.steps;
+    }
+  }
+  if (tiles > kMaxTiles || steps > kMaxSteps) {
+    throw Error(fmt::format("more than {} tiles or {} steps; take fewer heads or tokens", kMaxTiles,
+                            kMaxSteps));
+  }
+  if (steps == 0) {
+    throw Error("nothing to do: no row sees a key");
+  }
+}
+
 struct Run {
   const plan::Policy* policy;
   std::int64_t section;
@@ -78,10 +99,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
     }
     problem.seqlen_kv = problem.seqlen_q;
   }
-  if (problem.seqlen_q / 64 * (problem.seqlen_kv / 128) * problem.heads_q * problem.batch >
-      kMaxSteps) {
-    throw Error(fmt::format("more than {} steps; take fewer heads or tokens", kMaxSteps));
-  }
+  require_work(problem, scheduled.tile);
 
   plan::Machine machine;
   machine.processors = arguments.processors > 0
