@@ -87,9 +87,9 @@ struct Kernel {
   std::vector<Use> uncounted{};
   bool counts_sending = true;  // likewise, what the pair's other CTA reads from here
 
-  // For predictions (pipeline.hpp): warpgroups that each go from products to softmax and back, and
-  // bytes that a CTA moves once for all its pairs.
-  int workers = 1;
+  // For predictions (pipeline.hpp): warpgroups that each go from products to softmax and back, 0:
+  // not known; and bytes that a CTA moves once for all its pairs.
+  int workers = 0;
   double tile_bytes = 0;
   bool has_softmax = true;
 

@@ -28,9 +28,10 @@ class Plan : public ToolTest {
 };
 
 TEST_F(Plan, RooflinePrintsTheAccounts) {
-  expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
-               {"MMA                                               1024",
-                "exp                                               1024", "768", "balanced"});
+  expect_words(
+      out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
+      {"MMA                                                             1024",
+       "exp                                                             1024", "768", "balanced"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward"}),
                {"2560", "1024", "2048", "3328", "bottleneck: shared memory"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward-2cta"}),
@@ -39,6 +40,8 @@ TEST_F(Plan, RooflinePrintsTheAccounts) {
                {"3072", "2816", "2944", "4128", "4208", "3568", "does not fit: registers"});
   expect_words(out_of({"roofline", "--generations"}),
                {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
+  expect_words(out_of({"roofline", "--kernel", "sm90-backward-D128Cluster"}),
+               {"expected, warpgroups between products and softmax: 2", "3194"});
   expect_words(out_of({"roofline", "--sources"}), {"dsmem_bytes_per_clk", "assumed", "data sheet"});
   expect_words(out_of({"roofline", "--device", "cpu"}), {"this machine", "GFLOP/s", "caches"});
   expect_words(out_of({"roofline", "--kernel", "hopper-backward", "--head-dim", "192"}),
@@ -144,7 +147,8 @@ TEST_F(Plan, DevicesFromFiles) {
   out_of(drawn);
   expect_words(contents("device.svg"), {"h400 &lt;&amp;>"});
   with("\"value\": 4096", "\"value\": 8192");
-  expect_words(out_of(roofline), {"MMA                                               1280"});
+  expect_words(out_of(roofline),
+               {"MMA                                                             1280"});
   with("\"value\": 128,\n      \"source\": \"assumed",
        "\"value\": null,\n      \"source\": \"assumed");
   out_of(roofline);

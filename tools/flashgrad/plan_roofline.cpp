@@ -11,6 +11,7 @@
 #include "plan/account.hpp"
 #include "plan/memory.hpp"
 #include "plan/pictures.hpp"
+#include "plan/pipeline.hpp"
 #include "plan_commands.hpp"
 #include "plan_shape.hpp"
 #include "text.hpp"
@@ -20,7 +21,9 @@ namespace {
 
 using nlohmann::ordered_json;
 
-ordered_json to_json(const plan::Kernel& kernel, const plan::Account& a) {
+ordered_json to_json(const plan::Kernel& kernel, const plan::Device& device) {
+  const plan::Account a = plan::account(kernel, device);
+  const double expected_cycles = kernel.workers > 0 ? plan::step_cycles(kernel, device) : 0;
   ordered_json shared = ordered_json::object();
   for (int i = 0; i < plan::kNumUses; ++i) {
     shared[plan::name_of(static_cast<plan::Use>(i))] = a.by_use[static_cast<std::size_t>(i)];
@@ -40,6 +43,7 @@ ordered_json to_json(const plan::Kernel& kernel, const plan::Account& a) {
           {"l2_reduce_cycles", a.l2_reduce},
           {"l2_bytes_per_clk", a.l2_bytes_per_clk},
           {"bound_cycles", a.bound},
+          {"expected_cycles", kernel.workers > 0 ? ordered_json(expected_cycles) : ordered_json()},
           {"tensor_cores_busy", a.busy()},
           {"bottleneck", plan::name_of(a.bottleneck)},
           {"shared_bytes", a.shared_bytes},
@@ -134,7 +138,7 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
       "keys\n",
       kernel.name, device.name, kernel.description, kernel.head_dim, kernel.queries, kernel.keys);
   const auto line = [&text](const std::string& what, double cycles) {
-    text += fmt::format("  {:<46} {:>7.0f}\n", what, cycles);
+    text += fmt::format("  {:<60} {:>7.0f}\n", what, cycles);
   };
   for (const plan::Product& product : kernel.products) {
     line(fmt::format("MMA: {} = {} x {} x {}", product.name, product.rows, product.columns,
@@ -155,6 +159,11 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
   line("HBM", a.hbm);
   line("reductions into the L2, where the rate is known", a.l2_reduce);
   line("bound", a.bound);
+  if (kernel.workers > 0) {
+    line(fmt::format("expected, warpgroups between products and softmax: {}",
+                     kernel.workers),
+         plan::step_cycles(kernel, device));
+  }
   text += fmt::format(
       "bottleneck: {}; tensor cores busy {:.0f} % at best\n"
       "L2: {:.1f} bytes per clock; reductions {:.0f} bytes\nholds: {} of shared memory, {:.0f} "
@@ -165,7 +174,7 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
     text += "does not fit: " + overflow + "\n";
   }
   print_out(text);
-  return to_json(kernel, a);
+  return to_json(kernel, device);
 }
 
 // The tiles that fit, with and without a cluster, and what the cluster buys.
@@ -188,7 +197,7 @@ ordered_json search(const plan::Device& device, int head_dim, std::string* svg) 
       best[cluster - 1] = i == 0 ? cost : best[cluster - 1];
       print_out(fmt::format("  {:>7.1f} {:>4.0f}%  L2 {:>4.1f} B/clk  {}\n", cost, 100 * a.busy(),
                             a.l2_bytes_per_clk, found[i].description));
-      rows.push_back(to_json(found[i], a));
+      rows.push_back(to_json(found[i], device));
     }
   }
   *svg = plan::bars_svg(winners, device);
@@ -245,7 +254,7 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   for (const plan::Kernel& kernel : plan::kernels()) {
     const plan::Account a = plan::account(kernel, device);
     print_out(table_row(kernel.name, a));
-    rows.push_back(to_json(kernel, a));
+    rows.push_back(to_json(kernel, device));
   }
   *svg = plan::bars_svg(plan::kernels(), device);
   return {{"device", device.name}, {"kernels", rows}};
