@@ -13,7 +13,7 @@ from ._ops import attention
 Output = Any  # a tensor, or the tuple that return_lse or return_attn_probs asks for
 
 
-def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any = None) -> None:
+def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any) -> None:
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"flashgrad: dropout_p: {dropout_p}, want 0: dropout of attention probabilities is not "
@@ -27,39 +27,6 @@ def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any = None) -> Non
         raise NotImplementedError(
             "flashgrad: block_table: given, want None: paged keys and values are not supported"
         )
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    window_size: tuple[int | None, int | None],
-    alignment: Alignment,
-    softmax_scale: float | None,
-    return_lse: bool,
-    return_attn_probs: bool,
-    **options: Any,
-) -> Output:
-    # As flash-attn's users expect, a negative side is open, and causal closes the right one.
-    left, right = (None if side is None or side < 0 else side for side in window_size)
-    if causal:
-        right = 0
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
-    out, lse = attention(
-        q,
-        k,
-        v,
-        window_left=left,
-        window_right=right,
-        top_left=alignment == "top-left",
-        scale=softmax_scale,
-        **options,
-    )
-    if return_attn_probs:
-        return out, lse, None
-    return (out, lse) if return_lse else out
 
 
 def _unbind(packed: torch.Tensor, name: str, parts: int, dim: int) -> tuple[torch.Tensor, ...]:
@@ -160,11 +127,10 @@ def flash_attn_func(
     >>> q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
     >>> flash_attn_func(q, k, v, causal=True).sum().backward()
     """
-    _refuse(dropout_p, alibi_slopes)
-    return _attend(
-        q, k, v, causal, window_size, alignment, softmax_scale, return_lse, return_attn_probs,
-        softcap=softcap, deterministic=deterministic, sinks=sinks, seqused_q=seqused_q,
-        seqused_kv=seqused_k, q_offset=q_offset,
+    return flash_attn_varlen_func(
+        q, k, v, None, None, 0, 0, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, return_lse=return_lse, sinks=sinks,
+        seqused_q=seqused_q, seqused_k=seqused_k, q_offset=q_offset, alignment=alignment,
     )  # fmt: skip
 
 
@@ -197,8 +163,8 @@ def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     dropout_p: float = 0.0,
@@ -226,7 +192,7 @@ def flash_attn_varlen_func(
     k : Tensor (total_k, heads_k, head_dim)
     v : Tensor (total_k, heads_k, head_dim_v)
     cu_seqlens_q, cu_seqlens_k : int32 Tensor (batch + 1)
-        Sequence b has the rows from ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``. Rows outside
+        Both, or None for the tensors of ``flash_attn_func``. Sequence b has the rows from ``cu_seqlens[b]`` up to ``cu_seqlens[b + 1]``. Rows outside
         all sequences get out 0, lse -inf and gradients 0.
     max_seqlen_q, max_seqlen_k : int
         Upper bounds of the lengths, which save workspace. 0: none.
@@ -241,12 +207,22 @@ def flash_attn_varlen_func(
     lse : Tensor (heads_q, total_q)
     """
     _refuse(dropout_p, alibi_slopes, block_table)
-    return _attend(
-        q, k, v, causal, window_size, alignment, softmax_scale, return_lse, return_attn_probs,
-        softcap=softcap, deterministic=deterministic, sinks=sinks, seqused_q=seqused_q,
-        seqused_kv=seqused_k, q_offset=q_offset, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k,
+    # As flash-attn's users expect, a negative side is open, and causal closes the right one.
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    if causal:
+        right = 0
+    if alignment not in ALIGNMENTS:
+        raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
+    out, lse = attention(
+        q, k, v, window_left=left, window_right=right, top_left=alignment == "top-left",
+        scale=softmax_scale, softcap=softcap, deterministic=deterministic, sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, seqused_q=seqused_q,
+        seqused_kv=seqused_k, q_offset=q_offset, max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_k,
     )  # fmt: skip
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out
 
 
 def flash_attn_varlen_qkvpacked_func(
