@@ -46,9 +46,13 @@ def _attend(
     """The options of flash-attn and flashgrad on tensors as ``attention`` takes them."""
     _refuse(dropout_p, alibi_slopes, block_table)
     # As flash-attn's users expect, a negative side is open, and causal closes the right one.
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    left, right = window_size
+    if left is not None and left < 0:
+        left = None
     if causal:
         right = 0
+    elif right is not None and right < 0:
+        right = None
     if alignment not in ALIGNMENTS:
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     out, lse = attention(
