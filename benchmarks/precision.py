@@ -100,12 +100,12 @@ def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def attention(variant: str) -> gpt.Attention:
-    """Causal attention of a variant on (batch, seqlen, heads, head_dim)."""
+    """Causal attention of a variant, as the model takes it."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(qkv: torch.Tensor) -> torch.Tensor:
         if variant == "library":
-            return gpt.flashgrad_attention(q, k, v)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return gpt.flashgrad_attention(qkv)
+        q, k, v = qkv.transpose(1, 3).unbind(2)
         with torch.autocast("cpu", enabled=False):
             if variant == "standard":
                 return (_logits(q, k).softmax(-1) @ v).transpose(1, 2)
@@ -146,7 +146,7 @@ def _gradients(
     variant: str, inputs: list[torch.Tensor], dout: torch.Tensor
 ) -> list[torch.Tensor]:
     inputs = [x.requires_grad_() for x in inputs]
-    gradients = torch.autograd.grad(attention(variant)(*inputs), inputs, dout)
+    gradients = torch.autograd.grad(attention(variant)(torch.stack(inputs, 2)), inputs, dout)
     for x in inputs:
         x.requires_grad_(False)
     return [x.double() for x in gradients]
