@@ -10,9 +10,13 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import shard_map
 from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
+
+try:
+    from jax import shard_map
+except ImportError:  # JAX 0.6.0
+    from jax.experimental.shard_map import shard_map
 
 jax.config.update("jax_default_device", jax.devices("cpu")[0])  # test_cuda_jax.py has the others
 
