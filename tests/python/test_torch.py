@@ -144,6 +144,25 @@ def test_refusals_of_packed_forms(packed, shapes, apart):
         packed(*inputs, dropout_p=0.5)
 
 
+def test_windows_and_maxima_may_be_tensors():
+    """flash-attn's own tests pass such windows, Transformers such maxima."""
+    inputs = qkv()
+    window = torch.tensor([3, -1])
+    assert torch.equal(
+        fgt.flash_attn_func(*inputs, window_size=window),
+        fgt.flash_attn_func(*inputs, window_size=(3, -1)),
+    )
+    window[0] = 1
+    got = fgt.flash_attn_func(*inputs, window_size=window)
+    assert torch.equal(got, fgt.flash_attn_func(*inputs, window_size=(1, -1)))
+    (packed,) = tensors((18, 3, 2, 8))
+    want = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, 14)
+    got = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, CU.diff().max())
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="length 14"):
+        fgt.flash_attn_varlen_qkvpacked_func(packed, CU, torch.tensor(13))
+
+
 def test_packed_sequences_are_apart():
     (packed,) = tensors((18, 3, 2, 8))
     out = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, 14, causal=True)

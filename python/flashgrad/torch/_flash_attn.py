@@ -46,7 +46,9 @@ def _attend(
     """The options of flash-attn and flashgrad on tensors as ``attention`` takes them."""
     _refuse(dropout_p, alibi_slopes, block_table)
     # As flash-attn's users expect, a negative side is open, and causal closes the right one.
-    left, right = window_size
+    left, right = (
+        window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    )
     if left is not None and left < 0:
         left = None
     if causal:

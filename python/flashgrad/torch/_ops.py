@@ -367,8 +367,13 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator flashgrad::forward with defaults: out and lse as ``flashgrad.forward``.
 
-    ``tensors`` are q, k, v, or with ``dim`` (q, kv) or (qkv,) packed along it.
+    ``tensors`` are q, k, v, or with ``dim`` (q, kv) or (qkv,) packed along it. The maxima may be
+    tensors, as Transformers passes them.
     """
+    if isinstance(max_seqlen_q, torch.Tensor):
+        max_seqlen_q = int(max_seqlen_q)
+    if isinstance(max_seqlen_kv, torch.Tensor):
+        max_seqlen_kv = int(max_seqlen_kv)
     options = (
         cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset, max_seqlen_q, max_seqlen_kv,
         window_left, window_right, top_left, scale, softcap,
