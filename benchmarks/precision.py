@@ -281,7 +281,7 @@ def plot(result: dict, path: pathlib.Path) -> None:
     left.axvline(0, color="black", linewidth=0.5)
     left.set_yticks([])
     left.set_xlabel(
-        "validation loss - that of designed, each seed; diamond: mean, two standard errors"
+        "validation loss less that of designed; diamond: mean and two standard errors"
     )
     scale = max(row["logit_scale"] for row in result["gradients"])
     for variant in VARIANTS:
