@@ -191,7 +191,7 @@ def train(
     seed: int, logit_scale: float, device: str, arguments: argparse.Namespace
 ) -> list[dict]:
     """Trains each variant from the same weights over the same batches."""
-    arguments = argparse.Namespace(**{**vars(arguments), "device": device})
+    arguments = argparse.Namespace(**{**vars(arguments), "device": device}, graph=False)
     text = gpt.own_text()
     split = len(text) * 9 // 10
     trainers = []
@@ -206,25 +206,17 @@ def train(
     for _ in range(arguments.steps):
         for trainer in trainers:
             trainer.step()
+    # On the same pieces of text for every seed and variant.
     return [
         {
             "seed": seed,
             "logit_scale": logit_scale,
             "variant": t.name,
             "losses": t.losses,
-            "validation_loss": validation_loss(t, text[split:]),
+            "validation_loss": t.validate(text[split:], VALIDATION_BATCHES),
         }
         for t in trainers
     ]
-
-
-@torch.no_grad()
-def validation_loss(trainer: train_gpt.Trainer, text: torch.Tensor) -> float:
-    """On the same pieces of text for every seed and variant."""
-    generator = torch.Generator().manual_seed(0)
-    return statistics.mean(
-        trainer.loss(generator, text).item() for _ in range(VALIDATION_BATCHES)
-    )
 
 
 def train_all(arguments: argparse.Namespace) -> Iterator[list[dict]]:
