@@ -71,6 +71,22 @@ TEST_F(Plan, ScheduleComparesAndDraws) {
                {"fa4-forward"});
 }
 
+// Fewer queries than keys: with the diagonal in the top left corner most keys are never seen.
+TEST_F(Plan, ScheduleTakesAnyMaskAndBatch) {
+  const auto kilocycles = [](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "schedule");
+    arguments.insert(arguments.end(), {"--causal", "--jitter", "0", "--spread", "0"});
+    const std::string text = out_of(arguments);
+    return std::stod(text.substr(text.find("sections  ", text.find("waiting")) + 33));
+  };
+  const double bottom = kilocycles({"--tokens", "4096", "--tokens-kv", "16384"});
+  EXPECT_GT(bottom,
+            6 * kilocycles({"--tokens", "4096", "--tokens-kv", "16384", "--align", "top-left"}));
+  EXPECT_EQ(bottom, kilocycles({"--packed", "4096", "--packed-kv", "16384"}));
+  expect_words(out_of({"memory", "--tokens", "4096", "--tokens-kv", "1M"}),
+               {"4096 tokens and 1048576 keys", "272.1 GiB"});
+}
+
 TEST_F(Plan, SimulateFindsAMissingWait) {
   expect_words(out_of({"simulate", "--program", "fa4-2cta", "--queries", "256", "--keys", "256"}),
                {"dq  error", "ok", "columns 384 to 511: dK"});
@@ -225,6 +241,9 @@ TEST_F(Plan, Refuses) {
            {"plan", "schedule", "--tokens", "64M"},
            {"plan", "schedule", "--packed", "12,x"},
            {"plan", "schedule", "--packed", "0,0"},
+           {"plan", "schedule", "--packed", "1,2", "--packed-kv", "1"},
+           {"plan", "schedule", "--tokens-kv", "0"},
+           {"plan", "schedule", "--align", "left"},
            {"plan", "schedule", "--window", "-1,-1"},
            {"plan", "schedule", "--batch", "65536", "--heads", "65536"},
            {"plan", "schedule", "--batch", "2147483647"},

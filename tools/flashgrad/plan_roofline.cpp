@@ -160,8 +160,7 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
   line("reductions into the L2, where the rate is known", a.l2_reduce);
   line("bound", a.bound);
   if (kernel.workers > 0) {
-    line(fmt::format("expected, warpgroups between products and softmax: {}",
-                     kernel.workers),
+    line(fmt::format("expected, warpgroups between products and softmax: {}", kernel.workers),
          plan::step_cycles(kernel, device));
   }
   text += fmt::format(
@@ -266,18 +265,20 @@ ordered_json plan_memory(const PlanArguments& arguments, std::string* svg) {
   shape.batch = arguments.batch;
   shape.heads_q = arguments.heads;
   shape.heads_kv = heads_kv(arguments);
-  shape.seqlen_q = shape.seqlen_kv = static_cast<double>(parse_tokens(arguments.tokens));
+  const Tokens tokens = parse_tokens(arguments);
+  shape.seqlen_q = static_cast<double>(tokens.q);
+  shape.seqlen_kv = static_cast<double>(tokens.kv);
   shape.head_dim = shape.head_dim_v = arguments.head_dim;
   shape.element_bytes = arguments.dtype == "f32" ? 4 : 2;
   shape.gpus = arguments.gpus;
   if (shape.gpus > shape.seqlen_q) {
     throw Error("--gpus: more GPUs than tokens of a sequence");
   }
-  print_out(
-      fmt::format("backward, batch {} of {} tokens, {} query and {} key heads of {}, {}, "
-                  "each of {} GPUs\n",
-                  arguments.batch, arguments.tokens, arguments.heads, heads_kv(arguments),
-                  arguments.head_dim, arguments.dtype, arguments.gpus));
+  print_out(fmt::format(
+      "backward, batch {} of {} tokens and {} keys, {} query and {} key heads of {}, {}, "
+      "each of {} GPUs\n",
+      arguments.batch, tokens.q, tokens.kv, arguments.heads, heads_kv(arguments),
+      arguments.head_dim, arguments.dtype, arguments.gpus));
   const plan::MemoryPlan standard = plan::standard_backward_memory(shape);
   const plan::MemoryPlan recomputing = plan::recomputing_backward_memory(shape);
   *svg = plan::memory_svg(standard, recomputing);
