@@ -11,6 +11,8 @@
 namespace flashgrad::tool {
 namespace {
 
+const std::string kResults = FLASHGRAD_DATA_DIR "/../benchmarks/results";
+
 class Plan : public ToolTest {
  protected:
   static std::string out_of(const std::vector<std::string>& arguments) {
@@ -97,10 +99,8 @@ TEST_F(Plan, SimulateFindsAMissingWait) {
 }
 
 TEST_F(Plan, PredictReadsResults) {
-  expect_words(
-      out_of({"predict", "--results",
-              FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"}),
-      {"14 of 14 within 15 %"});
+  expect_words(out_of({"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"}),
+               {"14 of 14 within 15 %"});
 }
 
 TEST_F(Plan, AllCommandsDraw) {
@@ -112,8 +112,7 @@ TEST_F(Plan, AllCommandsDraw) {
            {{"schedule", "--tokens", "2048"}, {"40 processors of", "hsl("}},
            {{"simulate", "--program", "fa4", "--queries", "256", "--keys", "128"},
             {"tensor pipe 0", "loads of CTA 0: copies", "<title>dP, tile 1</title>"}},
-           {{"predict", "--results",
-             FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"},
+           {{"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"},
             {"<circle", "2026-11-29-zen5-bench-quiet.json</text>"}}}) {
     std::vector<std::string> all = arguments;
     all.insert(all.end(), {"--svg", svg});
@@ -168,16 +167,16 @@ TEST_F(Plan, DevicesFromFiles) {
   with("\"value\": 128,\n      \"source\": \"assumed",
        "\"value\": null,\n      \"source\": \"assumed");
   out_of(roofline);
-  for (const auto& [old, now] :
-       std::vector<std::pair<std::string, std::string>>{{"\"value\": 132", "\"value\": 0"},
-                                                        {"\"value\": 132", "\"value\": null"},
-                                                        {"\"value\": 132", "\"value\": \"132\""},
-                                                        {"\"value\": 1980", "\"value\": -1980"},
-                                                        {"\"value\": 1980", "\"value\": 1e999"},
-                                                        {"\"value\": 17", "\"value\": -17"},
-                                                        {"\"sm_count\"", "\"sms\""},
-                                                        {"\"figures\": {", "\"figures\": ["},
-                                                        {"NVIDIA H200 SXM", "\xff\xfe"}}) {
+  for (const auto& [old, now] : std::vector<std::pair<std::string, std::string>>{
+           {"\"value\": 132", "\"value\": 0"},
+           {"\"value\": 132", "\"value\": null"},
+           {"\"value\": 132", "\"value\": \"132\""},
+           {"\"value\": 1980", "\"value\": -1980"},
+           {"\"value\": 1980", "\"value\": 1e999"},
+           {"\"value\": 17", "\"value\": -17"},
+           {"\"sm_count\"", "\"sms\""},
+           {"\"figures\": {", "\"figures\": ["},
+           {"NVIDIA H200 SXM", std::string("\xff\xfe")}}) {
     with(old, now);
     std::vector<std::string> all = {"plan"};
     all.insert(all.end(), roofline.begin(), roofline.end());
@@ -191,11 +190,10 @@ TEST_F(Plan, DevicesFromFiles) {
 // A folder: whatever results are in it, and what of them is not predicted.
 TEST_F(Plan, PredictReadsAFolder) {
   const std::string json = path("predicted.json");
-  expect_words(
-      out_of({"predict", "--results", FLASHGRAD_DATA_DIR "/../benchmarks/results", "--json", json}),
-      {"128 of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
-       "packed,128 causal", "window 1024", "16/4,4096", "not predicted: bytes, not times",
-       "not predicted: the peers' times"});
+  expect_words(out_of({"predict", "--results", kResults, "--json", json}),
+               {"128 of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
+                "packed,128 causal", "window 1024", "16/4,4096", "not predicted: bytes, not times",
+                "not predicted: the peers' times"});
   expect_words(contents("predicted.json"),
                {"measured_seconds", "predicted_seconds", "left_out", "mean_error"});
 }
