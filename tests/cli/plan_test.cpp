@@ -30,16 +30,19 @@ class Plan : public ToolTest {
 };
 
 TEST_F(Plan, RooflinePrintsTheAccounts) {
-  expect_words(
-      out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
-      {"MMA                                                             1024",
-       "exp                                                             1024", "768", "balanced"});
+  expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
+               {"MMA                                                               1024",
+                "exp                                                               1024", "768",
+                "balanced"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward"}),
-               {"2560", "1024", "2048", "3328", "bottleneck: shared memory"});
+               {"2560", "1024", "2048", "account counts    1280",
+                "account counts                 3328", "bottleneck: shared memory"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward-2cta"}),
-               {"1536", "2688", "shared, all written", "shared, all exchanged"});
+               {"1536", "account counts    1152", "account counts                 2688",
+                "shared, all written", "shared, all exchanged"});
   expect_words(out_of({"roofline", "--device", "h200"}),
-               {"3072", "2816", "2944", "4128", "4208", "3568", "does not fit: registers"});
+               {"3072  120%", "2816  110%", "2688  105%", "2304   90%", "2176   85%", "2944  115%",
+                "2560  100%", "4128  129%", "4208  132%", "3568  139%", "does not fit: registers"});
   expect_words(out_of({"roofline", "--generations"}),
                {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
   expect_words(out_of({"roofline", "--kernel", "sm90-backward-D128Cluster"}),
@@ -163,7 +166,7 @@ TEST_F(Plan, DevicesFromFiles) {
   expect_words(contents("device.svg"), {"h400 &lt;&amp;>"});
   with("\"value\": 4096", "\"value\": 8192");
   expect_words(out_of(roofline),
-               {"MMA                                                             1280"});
+               {"MMA                                                               1280"});
   with("\"value\": 128,\n      \"source\": \"assumed",
        "\"value\": null,\n      \"source\": \"assumed");
   out_of(roofline);
