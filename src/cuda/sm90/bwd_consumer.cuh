@@ -18,9 +18,11 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
                                                   const BwdShared<C>& shared, int consumer) {
   constexpr int kD = C.head_dim;
   constexpr int kBlocks = C.key_blocks;
+  // Whether lse, delta and dS go ahead of the products that are issued next to them: reads of
+  // shared memory, and fences for what was written there, wait behind the operands of wgmma.
+  constexpr bool kEarly = kBlocks == 2;
   // Loading delta before dP is there needs registers that softcap or f16's conversions take.
-  constexpr bool kDeltaAhead =
-      !C.softcap && (std::is_same_v<T, __nv_bfloat16> || C.key_blocks == 2);
+  constexpr bool kDeltaAhead = !C.softcap && (std::is_same_v<T, __nv_bfloat16> || kEarly);
   constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
   using QTile = tile::SwizzledTile<kBlockM>;
   using KTile = tile::SwizzledTile<C.block_n()>;
@@ -117,8 +119,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   const int full_count = max(full_end - full_begin, 0);
   full_begin -= tile.m_begin;
   const int top = tile.m_end - 1 - tile.m_begin;
+  // Broadcasts, since what is the same in all lanes can stay in uniform registers.
+  full_begin = __shfl_sync(0xffffffffU, full_begin, 0);
   int left = C.ordered ? tile.m_start - tile.m_begin : top;
-  int remaining = tile.num_steps;
+  int remaining = __shfl_sync(0xffffffffU, tile.num_steps, 0);
   const auto block = [&]<int x>() {
   // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
@@ -129,8 +133,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       mask_s(s, tile, 128 * x + t / 32 * 16 + t % 32 / 4,
              (left + tile.m_begin) * kBlockM + t % 4 * 2, hidden_logit<C.softcap>(p.scale_log2));
     }
-    // (2). Where delta is loaded ahead, the exponents first: the loads go to the registers of lse,
-    // and must be on their way before any product is issued.
+    // (2). kEarly: the exponents first, since delta goes to the registers of lse.
     const auto exponentials = [&](int i, float exponent0, float exponent1) {
       rp[i] = ptx::pack<T>(ptx::exp2_approx(exponent0), ptx::exp2_approx(exponent1));
       // Rounding may lift huge logits above their lse.
@@ -153,22 +156,22 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
                             factor[3]);
         }
       }
-      if constexpr (kDeltaAhead) {
+      if constexpr (kEarly) {
         s[2 * i] = exponent0;
         s[2 * i + 1] = exponent1;
       } else {
         exponentials(i, exponent0, exponent1);
       }
     }
-    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
-    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
-    if constexpr (kDeltaAhead) {
+    if constexpr (kEarly) {
       ptx::pin(s);
     }
+    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
+    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
     if constexpr (x == 0) {
       ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
     }
-    if constexpr (kDeltaAhead) {
+    if constexpr (kEarly) {
       load_row_statistic(rows, delta);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -190,9 +193,15 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     tile::gemm_registers<kD, kBlockM, T, QTile>(dv[x], rp, desc_do_mn + do_offset);
     ptx::wgmma_commit();
     token_pass();
+    if constexpr (kDeltaAhead && !kEarly) {
+      load_row_statistic(rows, delta);
+    }
     Ring<C.q_stages> next = ring;
     if constexpr (x == kBlocks - 1) {
       next.advance();
+      if constexpr (kEarly) {
+        ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
+      }
     }
     ptx::wgmma_wait<1>();
     ptx::pin(dp);
@@ -231,29 +240,40 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
                         rds[4 * k + 2], rds[4 * k + 3]);
     }
-
-    if constexpr (x == kBlocks - 1) {
+    const auto announce_ds = [&] {
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if constexpr (C.consumers_send()) {
+        ptx::mbarrier_wait(shared.peer_ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
+        if (lane == 0) {  // whose ds_address is that of the warp's 16 rows
+          ptx::bulk_copy_to_cta(ds_address + (C.peer_ds_offset() - C.ds_offset()), ds_address,
+                                16 * tile::kBoxRowBytes, shared.peer_ds_full(ds_ring.stage()),
+                                ptx::cluster_rank() ^ 1U);
+        }
+        __syncwarp();
+      }
+      arrive(shared.ds_full(ds_ring.stage()));
+      ds_ring.advance();
+    };
+    const auto load_next_lse = [&] {
+      load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
+    };
+    if constexpr (x == kBlocks - 1 && !kEarly) {
       ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
     }
+    if constexpr (kEarly) {
+      announce_ds();
+      load_next_lse();
+    }
+
     // (6), and (1) of the next block; after the last step on a stale stage, unused.
-    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
     token_wait();
     ptx::wgmma_fence();
     tile::gemm_registers<kD, kBlockM, T, QTile>(dk[x], rds, desc_q_mn + stage);
     ptx::wgmma_commit();
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if constexpr (C.consumers_send()) {
-      ptx::mbarrier_wait(shared.peer_ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
-      if (lane == 0) {  // whose ds_address is that of the warp's 16 rows
-        ptx::bulk_copy_to_cta(ds_address + (C.peer_ds_offset() - C.ds_offset()), ds_address,
-                              16 * tile::kBoxRowBytes, shared.peer_ds_full(ds_ring.stage()),
-                              ptx::cluster_rank() ^ 1U);
-      }
-      __syncwarp();
+    if constexpr (!kEarly) {
+      announce_ds();
     }
-    arrive(shared.ds_full(ds_ring.stage()));
-    ds_ring.advance();
     ptx::wgmma_wait<1>();
     ptx::pin(rp);
     ptx::pin(dv[x]);
@@ -266,6 +286,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
     ptx::wgmma_commit();
     token_pass();
+    if constexpr (!kEarly) {
+      load_next_lse();
+    }
     ptx::wgmma_wait<1>();
     ptx::pin(rds);
     ptx::pin(dk[x]);
