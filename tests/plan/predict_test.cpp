@@ -135,6 +135,22 @@ TEST(PlanPredictSm90, HalfAMillionTokens) {
   EXPECT_NEAR(seconds(true), 2.171, 0.05);
 }
 
+// By the convention of docs/performance.md.
+TEST(PlanPredictCall, FlopsOfVisiblePairs) {
+  Call call{.heads_q = 2, .seqlen = 100, .head_dim = 8, .head_dim_v = 4};
+  EXPECT_EQ(call.pairs(), 100 * 100);
+  EXPECT_EQ(call.flop(), 2.0 * 2 * 100 * 100 * (8 + 4));
+  call.backward = true;
+  EXPECT_EQ(call.flop(), 2.0 * 2 * 100 * 100 * (3 * 8 + 2 * 4));
+  call.mask.right = 0;
+  EXPECT_EQ(call.pairs(), 100 * 100 / 2);
+  call.mask.left = 9;  // ten keys, but for the first nine rows
+  EXPECT_EQ(call.pairs(), 10 * 100 - 45);
+  call.lengths = {100, 5};
+  EXPECT_EQ(call.pairs(), 10 * 100 - 45 + 15);
+  EXPECT_EQ(call.tokens(), 105);
+}
+
 std::vector<std::string> names_of(const Call& call) {
   std::vector<std::string> names;
   for (const KernelTime& kernel : predict_sm90_kernels(call)) {

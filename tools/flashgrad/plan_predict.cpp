@@ -98,9 +98,74 @@ ordered_json compare(const std::string& path, std::vector<plan::PredictedPoint>*
           {"left_out", file.left_out}};
 }
 
+plan::Call call_of(const PlanArguments& arguments) {
+  plan::Call call;
+  call.backward = arguments.pass == "backward";
+  call.dtype = DType::kBF16;
+  call.batch = arguments.batch;
+  call.heads_q = arguments.heads;
+  call.heads_kv = heads_kv(arguments);
+  call.seqlen = parse_tokens(arguments).q;
+  call.lengths = parse_lengths(arguments).q;
+  call.head_dim = arguments.head_dim;
+  call.head_dim_v = arguments.head_dim_v > 0 ? arguments.head_dim_v : arguments.head_dim;
+  call.mask = plan_mask(arguments);
+  call.deterministic = arguments.deterministic;
+  if (call.deterministic && !call.backward) {
+    throw Error("--deterministic: a forward always is");
+  }
+  plan::require_sane(call);
+  return call;
+}
+
+// The kernels of one call, and their sum.
+ordered_json one_call(const plan::Call& call) {
+  using plan::Regime;
+  print_out(fmt::format("{} on an H200\n  {:<32} {:>8} {:>18} {:>11} {:>11}\n",
+                        plan::shape_of(call), "kernel", "launches", "tensor cores busy", "cool",
+                        "sustained"));
+  ordered_json kernels = ordered_json::array();
+  double cool = 0;
+  double sustained = 0;
+  const std::vector<plan::KernelTime> times = plan::predict_sm90_kernels(call);
+  for (auto first = times.begin(); first != times.end(); ++first) {
+    const auto same = [&](const plan::KernelTime& time) { return time.name == first->name; };
+    if (std::any_of(times.begin(), first, same)) {
+      continue;
+    }
+    // Above head_dim 128 there are passes; one line for all launches of a kernel.
+    const auto launches = std::count_if(first, times.end(), same);
+    double one = 0;
+    double looped = 0;
+    for (const plan::KernelTime& time : times) {
+      one += same(time) ? plan::seconds_of(time, Regime::kCool) : 0;
+      looped += same(time) ? plan::seconds_of(time, Regime::kSustained) : 0;
+    }
+    print_out(fmt::format("  {:<32} {:>8} {:>17.0f}% {:>11} {:>11}\n", first->name, launches,
+                          100 * first->busy, format_seconds(one), format_seconds(looped)));
+    kernels.push_back({{"kernel", first->name},
+                       {"launches", launches},
+                       {"busy", first->busy},
+                       {"cool_seconds", one},
+                       {"sustained_seconds", looped}});
+    cool += one;
+    sustained += looped;
+  }
+  const double tflop = call.flop() * 1e-12;
+  print_out(fmt::format("  {:<60} {:>11} {:>11}\n  {:<60} {:>11.0f} {:>11.0f}\n", "the call",
+                        format_seconds(cool), format_seconds(sustained), "TFLOP/s", tflop / cool,
+                        tflop / sustained));
+  return {{"call", plan::shape_of(call)}, {"kernels", kernels},
+          {"cool_seconds", cool},         {"sustained_seconds", sustained},
+          {"cool_tflops", tflop / cool},  {"sustained_tflops", tflop / sustained}};
+}
+
 }  // namespace
 
 ordered_json plan_predict(const PlanArguments& arguments, std::string* svg) {
+  if (arguments.results.empty()) {
+    return one_call(call_of(arguments));
+  }
   ordered_json files = ordered_json::array();
   std::vector<plan::PredictedPoint> points;
   std::vector<std::string> series;
