@@ -19,46 +19,60 @@ using nlohmann::ordered_json;
 
 constexpr double kAim = 0.15;
 
-// Files as they are given; of folders the JSON files, sorted.
-std::vector<std::string> all_files(const std::vector<std::string>& paths) {
+// A file as it is given, or one of a folder's, which may have any JSON files.
+struct ResultPath {
+  std::string path;
+  bool of_folder;
+};
+
+// Of folders the JSON files, sorted.
+std::vector<ResultPath> all_files(const std::vector<std::string>& paths) {
   namespace fs = std::filesystem;
-  std::vector<std::string> files;
+  std::vector<ResultPath> files;
   for (const std::string& path : paths) {
     std::error_code error;
     if (!fs::is_directory(path, error)) {
-      files.push_back(path);
+      files.push_back({path, false});
       continue;
     }
-    const std::size_t first = files.size();
+    std::vector<std::string> found;
     for (fs::directory_iterator entry(path, error), end; !error && entry != end;
          entry.increment(error)) {
       if (entry->path().extension() == ".json") {
-        files.push_back(entry->path().string());
+        found.push_back(entry->path().string());
       }
     }
     if (error) {
       throw Error(fmt::format("--results: '{}' can't be read", printable(path)));
     }
-    if (files.size() == first) {
+    if (found.empty()) {
       throw Error(fmt::format("--results: '{}' has no JSON files", printable(path)));
     }
-    std::sort(files.begin() + static_cast<std::ptrdiff_t>(first), files.end());
+    std::sort(found.begin(), found.end());
+    for (const std::string& file : found) {
+      files.push_back({file, true});
+    }
   }
   return files;
 }
 
-plan::ResultFile read_file(const std::string& path) {
+plan::ResultFile read_file(const ResultPath& file) {
+  const std::string& path = file.path;
   const std::string text = read_text(path, "--results");
   try {
     return plan::read_results(text);
   } catch (const std::invalid_argument& error) {
+    if (file.of_folder) {
+      return {{}, {printable(error.what(), 200)}};
+    }
     throw Error(fmt::format("--results: '{}': {}", printable(path), printable(error.what(), 500)));
   }
 }
 
-ordered_json compare(const std::string& path, std::vector<plan::PredictedPoint>* points,
+ordered_json compare(const ResultPath& result, std::vector<plan::PredictedPoint>* points,
                      int series) {
-  const plan::ResultFile file = read_file(path);
+  const std::string& path = result.path;
+  const plan::ResultFile file = read_file(result);
   print_out(fmt::format("{}\n", printable(path)));
   if (!file.rows.empty()) {
     print_out(
@@ -169,11 +183,11 @@ ordered_json plan_predict(const PlanArguments& arguments, std::string* svg) {
   ordered_json files = ordered_json::array();
   std::vector<plan::PredictedPoint> points;
   std::vector<std::string> series;
-  for (const std::string& path : all_files(arguments.results)) {
+  for (const ResultPath& result : all_files(arguments.results)) {
     const std::size_t before = points.size();
-    files.push_back(compare(path, &points, static_cast<int>(series.size())));
+    files.push_back(compare(result, &points, static_cast<int>(series.size())));
     if (points.size() > before) {
-      series.push_back(std::filesystem::path(path).filename().string());
+      series.push_back(std::filesystem::path(result.path).filename().string());
     }
   }
   *svg = points.empty() ? "" : plan::scatter_svg(points, series);
