@@ -13,10 +13,10 @@
 namespace flashgrad::check {
 namespace {
 
-using reference::Block;
 using reference::Head;
 using reference::kBlock;
 using reference::NaiveFormula;
+using reference::Scratch;
 using Exact = reference::Formula<double>;
 
 // A backward that is exact but for its out, which is rounded as it is stored.
@@ -115,19 +115,27 @@ void Expected::Impl::compute(const F& f, std::vector<Values<R>*>& values) const 
     R* to = values[task.unit]->of[output].data() + slot(u, output, task.head, task.begin + r);
     std::copy(from, from + extent(u, output).dim, to);
   };
-#pragma omp parallel for schedule(dynamic) num_threads(threads())
-  for (const Task& task : row_tasks) {
+  // Calls f(task, scratch of the thread) for all tasks.
+  const auto for_each = [&](const std::vector<Task>& tasks, auto&& do_task) {
+#pragma omp parallel num_threads(threads())
+    {
+      const auto scratch = std::make_unique<Scratch<R>>();
+#pragma omp for schedule(dynamic)
+      for (const Task& task : tasks) {
+        do_task(task, *scratch);
+      }
+    }
+  };
+  for_each(row_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
     const Head head{u.problem, u.args, u.sequence(), task.head};
-    Block<R> out;
-    std::array<R, kBlock> lse;
-    reference::forward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size, out,
-                            lse);
+    reference::forward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size,
+                            scratch);
     for (int r = 0; r < task.size; ++r) {
-      write(task, kOut, r, out[static_cast<std::size_t>(r)].data());
-      write(task, kLse, r, &lse[static_cast<std::size_t>(r)]);
+      write(task, kOut, r, scratch.out[static_cast<std::size_t>(r)].data());
+      write(task, kLse, r, &scratch.lse[static_cast<std::size_t>(r)]);
     }
-  }
+  });
   if (!backward) {
     return;
   }
@@ -140,31 +148,27 @@ void Expected::Impl::compute(const F& f, std::vector<Values<R>*>& values) const 
     }
     return a;
   };
-#pragma omp parallel for schedule(dynamic) num_threads(threads())
-  for (const Task& task : row_tasks) {
+  for_each(row_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
     const Args a = backward_args(task, false);
     const Head head{u.problem, a, u.sequence(), task.head};
-    Block<R> dq;
-    reference::backward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size, dq);
+    reference::backward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size,
+                             scratch);
     for (int r = 0; r < task.size; ++r) {
-      write(task, kDq, r, dq[static_cast<std::size_t>(r)].data());
+      write(task, kDq, r, scratch.dq[static_cast<std::size_t>(r)].data());
     }
-  }
-#pragma omp parallel for schedule(dynamic) num_threads(threads())
-  for (const Task& task : key_tasks) {
+  });
+  for_each(key_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
     const Args a = backward_args(task, true);
     const Head head{u.problem, a, u.sequence(), 0};
-    Block<R> dk;
-    Block<R> dv;
-    reference::backward_keys(f, head, &u.keys[static_cast<std::size_t>(task.begin)], task.size, dk,
-                             dv);
+    reference::backward_keys(f, head, &u.keys[static_cast<std::size_t>(task.begin)], task.size,
+                             scratch);
     for (int r = 0; r < task.size; ++r) {
-      write(task, kDk, r, dk[static_cast<std::size_t>(r)].data());
-      write(task, kDv, r, dv[static_cast<std::size_t>(r)].data());
+      write(task, kDk, r, scratch.dk[static_cast<std::size_t>(r)].data());
+      write(task, kDv, r, scratch.dv[static_cast<std::size_t>(r)].data());
     }
-  }
+  });
 }
 
 // Whether a naive value is not finite where the oracle's is.
