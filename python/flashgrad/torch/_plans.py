@@ -146,19 +146,28 @@ class Plan:
         dlse: Any,
         saved: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
+        form: Any,
     ) -> bool:
         """Writes dq, dk and dv, where they are not None, of the saved q, k, v, out and lse.
 
-        False: a tensor has to be copied first, and nothing was written.
+        The gradients' strides depend on ``form`` alone. False: a tensor has to be copied first, and
+        nothing was written.
         """
-        tensors = (*saved, dout, dlse, *gradients)
-        key = tuple([None if x is None else x.stride() for x in tensors])
-        # Hooks on saved tensors may have given them other strides.
-        if any([strides[-1] != 1 for strides in key[:5]]):
-            return False
-        if any([strides is not None and strides[-1] > 1 for strides in key[5:7]]):
-            return False
-        self._run(BACKWARD, key, tensors)
+        key: list[Any] = [form]
+        for x in saved:  # hooks on saved tensors may have given them other strides
+            strides = x.stride()
+            if strides[-1] != 1:
+                return False
+            key.append(strides)
+        for x in (dout, dlse):
+            if x is None:
+                key.append(None)
+            else:
+                strides = x.stride()
+                if strides[-1] > 1:
+                    return False
+                key.append(strides)
+        self._run(BACKWARD, tuple(key), (*saved, dout, dlse, *gradients))
         return True
 
     def _run(self, which: int, key: Any, tensors: Sequence[Any]) -> None:
