@@ -22,6 +22,14 @@ _MAX_PLANS = 64
 # allocator, and so does any on a GPU, where the call's stream owns it.
 _KEPT_WORKSPACE_BYTES = 1 << 17
 
+# DLPack's type code and bits.
+_DTYPES = {
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float64: (2, 64),
+}
+
 _FORWARD_NAMES = ("q", "k", "v", "out", "lse")
 _BACKWARD_NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
 
@@ -42,9 +50,9 @@ class _PreparedCall:
         self.call = Call()
         for name, x in zip(names, tensors):
             if x is not None:
-                code = 4 if x.dtype == torch.bfloat16 else 2  # kDLBfloat, kDLFloat
-                bits = 8 * x.itemsize
-                self.call.add_shape(SLOT[name], x.shape, code, bits, x.stride(), dlpack_device)
+                self.call.add_shape(
+                    SLOT[name], x.shape, *_DTYPES[x.dtype], x.stride(), dlpack_device
+                )
         self.words = self.call.words()
         self.data_words = [DATA_WORD[SLOT[name]] for name in names]
         self.prepare()
@@ -105,11 +113,11 @@ def find(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        # Other ranks and mixed devices the library refuses, other strides are copied first.
+        # Other ranks and dtypes and mixed devices the library refuses, other strides are copied first.
         if not (
             q.ndim == k.ndim == v.ndim == 4
             and q.device == k.device == v.device
-            and all(x.stride(-1) == 1 for x in (q, k, v))
+            and all(x.stride(-1) == 1 and x.dtype in _DTYPES for x in (q, k, v))
         ):
             return None
         if len(_plans) >= _MAX_PLANS:
