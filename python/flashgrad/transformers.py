@@ -35,8 +35,8 @@ class Unserved(NamedTuple):
 class FinishedMask(torch.Tensor):
     """What a mask function found, in the form of a mask that is ready.
 
-    Transformers takes a four-dimensional tensor for one, and hands it to the layers as it is, also if
-    it was made before the forward pass (for a static cache). This one has no elements.
+    Transformers takes a four-dimensional tensor for one, and hands it to the layers as it is, also
+    if it was made before the forward pass (for a static cache). This one has no elements.
     """
 
     @staticmethod
@@ -91,9 +91,9 @@ def mask(
     """Transformers' mask interface: what the layers of a forward pass see.
 
     A causal mask without padding is known at once. Any other is evaluated, which takes one
-    synchronisation for each kind of mask of a model, and breaks the graph of torch.compile. (Without a
-    cache, under torch.compile, every mask is such: Transformers looks for packed sequences in it.) A
-    mask that is no band with a range of keys (chunked attention, blocks of image tokens, packed
+    synchronisation for each kind of mask of a model, and breaks the graph of torch.compile. (Under
+    torch.compile and without a cache every mask is such: Transformers looks for packed sequences.)
+    A mask that is no band with a range of keys (chunked attention, blocks of image tokens, packed
     sequences) becomes an Unserved.
     """
     causal = attention_mask is None and mask_function is causal_mask_function

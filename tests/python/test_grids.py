@@ -16,7 +16,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
 SEQLENS = (
     (1, 239), (3, 799), (97, 97), (113, 203), (128, 217), (113, 211), (108, 256), (128, 128),
-    (200, 200), (256, 512), (512, 256), (127, 512), (384, 384), (799, 3), (1023, 1024), (1024, 1023),
+    (200, 200), (256, 512), (512, 256), (127, 512), (384, 384), (799, 3), (1023, 1024),
+    (1024, 1023),
 )  # fmt: skip
 NUM_CASES = 200 if DEVICE == "cuda" else 32
 
@@ -112,8 +113,8 @@ def test_grid(seed):
         for x, side in zip((*inputs, dout), (0, 1, 1, 0))
     ]
     cu = [
-        torch.tensor([0, lengths[0][s], lengths[0][s] + lengths[1][s]], dtype=torch.int32).to(DEVICE)
-        for s in (0, 1)
+        torch.tensor([0, first, first + second], dtype=torch.int32, device=DEVICE)
+        for first, second in zip(*lengths)
     ]
     maxima = [max(x[s] for x in lengths) for s in (0, 1)]
     got = results(lambda *x: call(form, x, options, (*cu, *maxima)), packed[:3], packed[3])

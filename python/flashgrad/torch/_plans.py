@@ -113,7 +113,7 @@ def find(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        # Other ranks and dtypes and mixed devices the library refuses, other strides are copied first.
+        # The library refuses other ranks and dtypes and mixed devices; other strides are copied.
         if not (
             q.ndim == k.ndim == v.ndim == 4
             and q.device == k.device == v.device
