@@ -332,15 +332,26 @@ ResultFile read_results(const std::string& text) {
   return file;
 }
 
-double predict_seconds(const Measured& row) {
-  if (!row.gpu) {
-    return predict_cpu_seconds(row.call, row.f32_gflops);
+std::vector<double> predict_seconds(const std::vector<Measured>& rows) {
+  std::vector<double> predicted;
+  const Call* last = nullptr;  // both regimes of a call follow each other
+  std::vector<KernelTime> kernels;
+  for (const Measured& row : rows) {
+    if (!row.gpu) {
+      predicted.push_back(predict_cpu_seconds(row.call, row.f32_gflops));
+      continue;
+    }
+    if (last == nullptr || !(*last == row.call)) {
+      kernels = predict_sm90_kernels(row.call);
+      last = &row.call;
+    }
+    double seconds = 0;
+    for (const KernelTime& kernel : kernels) {
+      seconds += seconds_of(kernel, row.regime);
+    }
+    predicted.push_back(seconds);
   }
-  double seconds = 0;
-  for (const KernelTime& kernel : predict_sm90_kernels(row.call)) {
-    seconds += seconds_of(kernel, row.regime);
-  }
-  return seconds;
+  return predicted;
 }
 
 }  // namespace flashgrad::plan

@@ -28,6 +28,7 @@ struct ResultFile {
 // std::invalid_argument if it is none of benchmarks/results.
 ResultFile read_results(const std::string& json);
 
-double predict_seconds(const Measured& row);
+// Of each row, in their order.
+std::vector<double> predict_seconds(const std::vector<Measured>& rows);
 
 }  // namespace flashgrad::plan

@@ -56,6 +56,9 @@ void add_shape(CLI::App& command, PlanArguments& arguments) {
   command.add_option("--tokens", arguments.tokens, "Length of a sequence; K and M are 2^10, 2^20")
       ->type_name("N")
       ->capture_default_str();
+  command
+      .add_option("--tokens-kv", arguments.tokens_kv, "Keys of a sequence; as many if not given")
+      ->type_name("N");
   command.add_option("--batch", arguments.batch, "Sequences")
       ->type_name("N")
       ->check(CLI::Range(1, kMaxCount))
@@ -137,7 +140,17 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
   schedule->add_option("--window", arguments.window, "LEFT,RIGHT, as in `flashgrad run`")
       ->type_name("LEFT,RIGHT")
       ->excludes(causal);
+  schedule
+      ->add_option("--align", arguments.align,
+                   "Where the diagonal stands: bottom-right or top-left")
+      ->type_name("CORNER")
+      ->check(CLI::IsMember({"bottom-right", "top-left"}))
+      ->capture_default_str();
   schedule->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+      ->type_name("N,N,...");
+  schedule
+      ->add_option("--packed-kv", arguments.packed_kv,
+                   "Keys of each sequence of --packed; as many if not given")
       ->type_name("N,N,...");
   schedule->add_option("--cluster", arguments.cluster, "CTAs that work together (backward)")
       ->type_name("1|2")
