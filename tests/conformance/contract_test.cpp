@@ -112,6 +112,24 @@ TEST(Contract, AVisibleLogitOfInfinityMakesItsRowNaN) {
   }
 }
 
+// +inf would call the rows empty, and their gradients 0.
+TEST(Contract, LogitsBeyondF32MakeTheirRowsNaN) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Case c = of_shape("hq=1,sq=5,sk=7,d=1,dv=8,q=1e19,k=1e19", dtype);
+    c.scale = 100;
+    on_each_target(
+        c, [](CallTensors&) {},
+        [](const Target&, CallTensors& t) {
+          for (const HostTensor* x : {&t.lse, &t.out, &t.dq, &t.dk, &t.dv}) {
+            for (std::int64_t n = 0; n < x->num_elements(); ++n) {
+              EXPECT_TRUE(std::isnan(x->get(n))) << x->get(n);
+            }
+          }
+        });
+    expect_right(c);
+  }
+}
+
 TEST(Contract, RowsOfInfiniteLseAddNothingNotEvenToDsinks) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const Case c = of_shape("hq=4,hkv=2,sq=50,sk=70,d=40,dlse=n,sinks=n", dtype);
