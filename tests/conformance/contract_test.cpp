@@ -198,6 +198,40 @@ TEST(Contract, DlseMayHaveStridesOfZero) {
   }
 }
 
+TEST(Contract, NullStridesMeanCompact) {
+  if (tested_place() == Place::kCuda) {
+    GTEST_SKIP() << "calls on host memory";
+  }
+  const Case c = of_shape("b=2,hq=4,hkv=2,sq=50,sk=70,d=40,dv=24,dlse=n,sinks=n");
+  for (const Target& target : affordable(c)) {
+    SCOPED_TRACE(target.name());
+    const Bits with_strides = run_bits(c, target);
+    const Announce announce(c, target);
+    const UseTarget use(target);
+    CallTensors t = make_tensors(c);
+    fg_tensors tensors = t.c_tensors();
+    std::vector<DLTensor> copies;
+    copies.reserve(12);
+    for (const DLTensor** field :
+         {&tensors.q, &tensors.k, &tensors.v, &tensors.out, &tensors.lse, &tensors.dout,
+          &tensors.dlse, &tensors.dq, &tensors.dk, &tensors.dv, &tensors.dsinks, &tensors.sinks}) {
+      copies.push_back(**field);
+      copies.back().strides = nullptr;
+      *field = &copies.back();
+    }
+    fg_options o = make_options(c);
+    o.backend = target.backend.c_str();
+    for (const auto& [pass, call] :
+         {std::pair{FG_FORWARD, &fg_forward}, std::pair{FG_BACKWARD, &fg_backward}}) {
+      std::size_t preferred = 0;
+      ASSERT_EQ(fg_workspace_size(pass, &tensors, &o, nullptr, &preferred), FG_OK);
+      std::vector<std::byte> workspace(preferred);
+      ASSERT_EQ(call(&tensors, &o, workspace.data(), workspace.size(), nullptr), FG_OK);
+    }
+    EXPECT_EQ(bits_of(t), with_strides);
+  }
+}
+
 // Neither a call that runs nor one that is refused; the refusal's message takes some bytes. (Of GPU
 // calls a capture into a graph says it: tests/cuda/context_test.cpp.)
 TEST(Contract, ACallPrintsAndAllocatesNothing) {
