@@ -187,10 +187,14 @@ double predict_sm90_seconds(const Call& call, double clock_mhz) {
   problem.heads_q = problem.heads_kv = call.heads;
   problem.head_dim = call.head_dim;
   problem.mask.right = call.causal ? 0 : kUnbounded;
-  problem.section = heads_in_l2(problem, h200.l2_bytes);
-  const TileSize tile{.rows = kernel.queries, .keys = kernel.keys, .cluster = cluster ? 2 : 1};
   Machine machine;
-  machine.processors = static_cast<int>(h200.sm_count) / tile.cluster;
+  machine.processors = static_cast<int>(h200.sm_count) / (cluster ? 2 : 1);
+  const TileSize tile{.rows = kernel.queries,
+                      .keys = kernel.keys,
+                      .cluster = cluster ? 2 : 1,
+                      .slots = machine.processors};
+  problem.l2_bytes = static_cast<std::int64_t>(h200.l2_bytes);
+  problem.section = heads_in_l2(problem, tile);
   machine.step_cycles = step_cycles(account(kernel, h200));
   machine.tile_cycles = machine.step_cycles;  // the first loads, the last products, the results
   const Policy& policy = find_policy(call.backward, "sections");

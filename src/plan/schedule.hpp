@@ -23,7 +23,10 @@ struct ScheduleProblem {
   std::int64_t heads_kv = 1;
   std::int64_t head_dim = 128;
   BandMask mask;
-  std::int64_t section = 1;  // heads whose tiles are launched together: swizzled
+  // Heads whose tiles are launched together: swizzled, unless packed. Then a section of each
+  // sequence's own heads follows from the L2 in the kernels' order; other orders keep to this one.
+  std::int64_t section = 1;
+  std::int64_t l2_bytes = std::int64_t{60} << 20;
 };
 
 struct WorkTile {
@@ -73,6 +76,7 @@ struct TileSize {
   int keys = 128;
   int cluster = 1;
   int max_round = 32;  // of rotating tiles: at most half of the processors (bwd_launch.cu)
+  int slots = 132;     // tiles, or clusters of tiles, that run at a time
 };
 std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
                                    const TileSize& tile);
@@ -114,9 +118,10 @@ Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& t
 // Bytes that the tiles of a head share: q, dout and the f32 dq sums (backward), k and v (forward).
 double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv);
 
-// Heads whose such bytes fill the share of the L2 that the sm90 kernels give them (bwd_section.hpp,
-// units_per_section in fwd_launch.cu).
-std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes);
+// Heads whose such bytes fill the share of the L2 that the sm90 kernels give them, or in the
+// backward so many that they fill the slots (section_order.hpp, units_per_section in
+// fwd_launch.cu).
+std::int64_t heads_in_l2(const ScheduleProblem& problem, const TileSize& tile);
 
 // Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
 std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);

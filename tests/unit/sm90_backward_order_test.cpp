@@ -66,10 +66,27 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
   p.max_round = setting.max_round;
   p.rows.num_blocks = num_blocks(packed, batch, p.sequences.rows_q, kBlockM);
   if (setting.max_round > 0) {
-    p.round = packed ? p.num_kv_blocks
-                     : rotation((lengths[0].q + kBlockM - 1) / kBlockM, p.num_kv_blocks,
-                                setting.max_round)
-                           .round;
+    p.round =
+        rotation((lengths[0].q + kBlockM - 1) / kBlockM, p.num_kv_blocks, setting.max_round).round;
+  }
+  std::vector<PackedTile> order;
+  auto total = static_cast<std::uint32_t>(p.num_units * p.num_kv_blocks);
+  if (packed) {
+    order = packed_order({.of_keys = true,
+                          .last_block_first = false,
+                          .tile_rows = kTurnKeys,
+                          .heads = heads_kv,
+                          .heads_per_key = 1,
+                          .slots = slots,
+                          .bytes_per_row = 1000,
+                          .l2_bytes = std::int64_t{setting.section} * 3000000,
+                          .max_round = setting.max_round,
+                          .max_rows = p.sequences.rows_q},
+                         p.sequences);
+    EXPECT_LE(order.size(), total);
+    total = static_cast<std::uint32_t>(order.size());
+    p.packed_tiles = order.data();
+    p.num_packed_tiles = &total;
   }
 
   std::map<int, int> counters;   // by slot: the turn; absent: nothing yet
@@ -77,7 +94,6 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
   std::map<int, std::vector<int>> by_slot;
   std::deque<Running> running;
   std::int64_t next = 0;
-  const std::int64_t total = p.num_units * p.num_kv_blocks;
   bool progress = true;
   while (progress) {
     progress = false;
@@ -112,8 +128,9 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
       EXPECT_FALSE(finished[slot]);
       counters[slot] = counter + 1;
       by_slot[slot].push_back(r.tile.kv_row - static_cast<int>(sequence.kv.begin));
-      r.walk.advance();
-      r.turn.advance(r.walk, r.tile);
+      if (r.walk.advance()) {
+        r.turn.advance(r.walk, r.tile);
+      }
       if (++r.step == r.tile.num_steps) {
         for (int head = r.tile.head_kv * setting.group; head < (r.tile.head_kv + 1) * setting.group;
              ++head) {
@@ -185,6 +202,7 @@ TEST(Sm90BackwardOrder, EveryMaskFinishesEveryBlockOnceAndLast) {
 TEST(Sm90BackwardOrder, GroupsOfQueryHeads) {
   simulate({kFull, 3, 8, 4}, {{3000, 3000}, {3000, 3000}}, false, 2, 8);
   simulate({kCausal, 4, 0, 4}, {{3000, 3000}, {3000, 3000}}, false, 2, 1);
+  simulate({kCausal, 3, 0, 4}, {{100, 100}, {3000, 2000}, {700, 900}}, true, 4, 1);
 }
 
 TEST(Sm90BackwardOrder, TheSameAloneAndInABatch) {

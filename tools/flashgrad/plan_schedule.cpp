@@ -115,8 +115,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
     }
     problem.seqlen_kv = problem.seqlen_q;
   }
-  problem.section =
-      arguments.section > 0 ? arguments.section : plan::heads_in_l2(problem, device.l2_bytes);
+  problem.l2_bytes = static_cast<std::int64_t>(device.l2_bytes);
   if (problem.seqlen_q / 64 * (problem.seqlen_kv / 128) * problem.heads_q * problem.batch >
       kMaxSteps) {
     throw Error(fmt::format("more than {} steps; take fewer heads or tokens", kMaxSteps));
@@ -127,6 +126,9 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
                            ? arguments.processors
                            : static_cast<int>(device.sm_count) / scheduled.tile.cluster;
   scheduled.tile.max_round = std::clamp(machine.processors / 2, 1, 32);
+  scheduled.tile.slots = machine.processors;
+  problem.section =
+      arguments.section > 0 ? arguments.section : plan::heads_in_l2(problem, scheduled.tile);
   machine.step_cycles = arguments.step_cycles > 0 ? arguments.step_cycles
                                                   : plan::account(*scheduled.kernel, device).bound /
                                                         scheduled.steps_of_64;

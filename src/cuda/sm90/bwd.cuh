@@ -75,6 +75,9 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     prefetch(maps, p.mapped);
   } else if (threadIdx.x == 128) {
     if constexpr (!C.ordered) {
+      if (p.packed_tiles != nullptr) {
+        ptx::grid_dependency_wait();
+      }
       tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);
     } else if (rank == 0) {
       ptx::grid_dependency_wait();

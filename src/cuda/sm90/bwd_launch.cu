@@ -12,7 +12,6 @@
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_repair.hpp"
-#include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
@@ -78,6 +77,16 @@ Plan make_plan(const Problem& p) {
   return plan;
 }
 
+// Keys of a tile of the main kernel, or of its cluster's.
+std::int64_t keys_per_tile(const Plan& plan) {
+  return kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
+}
+
+// Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
+std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
+  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys_per_tile(plan));
+}
+
 // The pieces of the workspace, as offsets from its aligned start.
 struct Layout {
   std::int64_t num_q_blocks = 0;
@@ -88,6 +97,8 @@ struct Layout {
   std::size_t dq_accumulator = 0;
   std::size_t counters = 0;
   std::size_t ticket = 0;
+  std::size_t packed_tiles = 0;
+  std::size_t num_packed_tiles = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
@@ -111,6 +122,11 @@ Layout make_layout(const Problem& p, const Plan& plan) {
       plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
+  if (p.packed && plan.variant >= 0) {
+    layout.packed_tiles =
+        take(p.heads_kv * num_key_tiles(p, plan) * std::int64_t{sizeof(PackedTile)});
+    layout.num_packed_tiles = take(4);
+  }
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
@@ -123,6 +139,26 @@ bool hides_nothing(const BandMask& mask) {
 // the device.
 int max_round(const Problem& p, int cluster, const cuda::DeviceProperties& device) {
   return hides_nothing(p.mask) ? std::clamp(device.num_multiprocessors / (2 * cluster), 1, 32) : 0;
+}
+
+// Bytes of q, dout and the sums of dq of a key head's group, for each query.
+std::int64_t bytes_per_query(const Problem& p) {
+  return p.group() * (6 * p.head_dim + 2 * p.head_dim_v);
+}
+
+PackedPass make_packed_pass(const Problem& p, const Plan& plan,
+                            const cuda::DeviceProperties& device) {
+  const int cluster = kBwdConfigs[plan.variant].cluster;
+  return {.of_keys = true,
+          .last_block_first = false,
+          .tile_rows = static_cast<std::int32_t>(keys_per_tile(plan)),
+          .heads = static_cast<std::int32_t>(p.heads_kv),
+          .heads_per_key = 1,
+          .slots = device.num_multiprocessors / cluster,
+          .bytes_per_row = bytes_per_query(p),
+          .l2_bytes = bwd_l2_share(device.l2_bytes),
+          .max_round = plan.ordered() ? max_round(p, cluster, device) : 0,
+          .max_rows = p.max_seqlen_q};
 }
 
 template <class Out>
@@ -176,7 +212,8 @@ Scales make_scales(const Problem& p) {
 }
 
 Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
-                float* dq_accumulator, const DqOrder& order, const cuda::DeviceProperties& device) {
+                float* dq_accumulator, const DqOrder& order, const PackedTile* packed_tiles,
+                const std::uint32_t* num_packed_tiles, const cuda::DeviceProperties& device) {
   const int block_n = kBwdConfigs[plan.variant].block_n();
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
@@ -186,8 +223,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.group = p.group();
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
-  params.num_kv_blocks =
-      num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, block_n * cluster);
+  params.num_kv_blocks = num_key_tiles(p, plan);
   params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
   params.q = args.q;
   params.k = args.k;
@@ -197,26 +233,26 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
   params.dq_accumulator = dq_accumulator;
-  std::int64_t units_at_least = 1;
+  params.packed_tiles = packed_tiles;
+  params.num_packed_tiles = num_packed_tiles;
   if (plan.ordered()) {
     params.order = order;
     params.dq = p.wants_dq ? args.dq : Tensor{};
     params.max_round = max_round(p, cluster, device);
     if (params.max_round > 0) {
       // A round whose size only the device knows lies inside of a unit's tiles.
-      params.round = p.packed || p.has_seqused_q || p.has_seqused_kv
-                         ? params.num_kv_blocks
+      params.round = p.has_seqused_q || p.has_seqused_kv
+                         ? std::max<std::int64_t>(params.num_kv_blocks, 1)
                          : rotation((p.seqlen_q + kBlockM - 1) / kBlockM, params.num_kv_blocks,
                                     params.max_round)
                                .round;
-      params.round = std::max<std::int64_t>(params.round, 1);
-      // The second round of a unit waits for its first, so others must fill the device till then.
-      units_at_least = (device.num_multiprocessors / cluster + params.round - 1) / params.round;
     }
   }
   params.section =
-      bwd_section(params.num_units, p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v),
-                  units_at_least, device.l2_bytes);
+      units_together(params.num_units, p.seqlen_q * bytes_per_query(p),
+                     units_that_fill(device.num_multiprocessors / cluster,
+                                     params.max_round > 0 ? params.round : params.num_kv_blocks),
+                     bwd_l2_share(device.l2_bytes));
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
@@ -307,6 +343,14 @@ Status run(const Problem& p, const Args& args) {
   }
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
+  PackedTile* packed_tiles = nullptr;
+  std::uint32_t* num_packed_tiles = nullptr;
+  PackedPass pass{};
+  if (p.packed && plan.variant >= 0) {
+    packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
+    num_packed_tiles = word(layout.num_packed_tiles);
+    pass = make_packed_pass(p, plan, device);
+  }
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
                                  .head_dim_v = p.head_dim_v,
@@ -321,10 +365,16 @@ Status run(const Problem& p, const Args& args) {
                                  .order = order,
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
-                                 .head_dim = p.head_dim};
-  FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                                  {.num_ctas = q_tiles, .num_threads = kPrepareThreads},
-                                  args.stream, prepare));
+                                 .head_dim = p.head_dim,
+                                 .pass = pass,
+                                 .packed_tiles = packed_tiles,
+                                 .packed_capacity = static_cast<std::uint32_t>(
+                                     packed_tiles ? p.heads_kv * num_key_tiles(p, plan) : 0),
+                                 .num_packed_tiles = num_packed_tiles};
+  FG_RETURN_IF_ERROR(
+      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                   {.num_ctas = q_tiles + (packed_tiles ? 1 : 0), .num_threads = kPrepareThreads},
+                   args.stream, prepare));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -335,7 +385,8 @@ Status run(const Problem& p, const Args& args) {
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
                                    reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
   } else if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
-    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, order, device));
+    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, order, packed_tiles,
+                                num_packed_tiles, device));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));

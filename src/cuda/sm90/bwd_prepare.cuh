@@ -16,6 +16,7 @@
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/config.hpp"
+#include "cuda/sm90/packed_order.cuh"
 #include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
@@ -82,9 +83,15 @@ template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
                              3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p) {
   ptx::grid_dependency_launch();
+  unsigned index = blockIdx.x;
+  if (p.packed_tiles != nullptr && index-- == 0) {
+    make_packed_order<kPrepareThreads>(p.pass, p.sequences, p.packed_capacity, p.packed_tiles,
+                                       p.num_packed_tiles);
+    return;
+  }
   const auto heads = static_cast<unsigned>(p.heads_q);
-  const std::int64_t block = blockIdx.x / heads;
-  const std::int64_t head = blockIdx.x % heads;
+  const std::int64_t block = index / heads;
+  const std::int64_t head = index % heads;
   const Sequences& s = p.sequences;
   const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
   const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
@@ -102,7 +109,7 @@ __global__ __launch_bounds__(kPrepareThreads,
       clear_dq(p, sequence, row_begin, head);
     }
   }
-  if (p.order.ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+  if (p.order.ticket != nullptr && index == 0 && threadIdx.x == 0) {
     *p.order.ticket = 0;
   }
   if (p.dq_accumulator != nullptr) {

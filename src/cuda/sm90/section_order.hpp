@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// In what order the tiles of several heads run. Plain arithmetic, for host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "core/mask.hpp"
+
+namespace flashgrad::sm90 {
+
+// The tiles of `units` heads (of a batch entry each) in sections of `section`, so that what their
+// tiles share stays in the L2. In a section round by round of `round` neighbouring blocks,
+// ascending, and in a round one unit after the other: with rounds of one and a causal mask, the
+// longest tiles of the backward come first.
+struct SectionOrder {
+  std::uint32_t units;
+  std::uint32_t section;
+  std::uint32_t blocks;  // of a unit
+  std::uint32_t round;
+};
+
+struct SectionTile {
+  std::uint32_t unit;
+  std::uint32_t block;
+};
+
+// Tile `index` of units * blocks. 32 bits: a 64-bit division takes four times as long.
+FG_HOST_DEVICE constexpr SectionTile section_tile(const SectionOrder& order, std::uint32_t index) {
+  const std::uint32_t section = index / (order.section * order.blocks);
+  const std::uint32_t in_section = index - section * (order.section * order.blocks);
+  const std::uint32_t left = order.units - section * order.section;
+  const std::uint32_t units = left < order.section ? left : order.section;
+  const std::uint32_t first = in_section / (units * order.round) * order.round;
+  const std::uint32_t in_round = in_section - first * units;
+  const std::uint32_t width =
+      order.blocks - first < order.round ? order.blocks - first : order.round;
+  return {section * order.section + in_round / width, first + in_round % width};
+}
+
+// Units in a section: as many of `unit_bytes` as fit `l2_bytes`, at least `at_least`, and all
+// sections of about the same size: a last one of few units would leave most of the device idle.
+FG_HOST_DEVICE constexpr std::int64_t units_together(std::int64_t num_units,
+                                                     std::int64_t unit_bytes, std::int64_t at_least,
+                                                     std::int64_t l2_bytes) {
+  const std::int64_t in_l2 = l2_bytes / (unit_bytes > 0 ? unit_bytes : 1);
+  const std::int64_t together = in_l2 > at_least ? in_l2 : at_least > 0 ? at_least : 1;
+  const std::int64_t sections = num_units > together ? num_units / together : 1;
+  return num_units > 0 ? (num_units + sections - 1) / sections : 1;
+}
+
+// Units whose first rounds fill the device (`slots` tiles at a time). With fewer, the longest tiles
+// of the next section begin late: H200, d128 causal 4k, 16 query and 4 key heads, backward.
+FG_HOST_DEVICE constexpr std::int64_t units_that_fill(std::int64_t slots, std::int64_t tiles) {
+  return (slots + (tiles > 0 ? tiles : 1) - 1) / (tiles > 0 ? tiles : 1);
+}
+
+// The share of the L2 that the backward's sections may fill with q, dout and the sums of dq: H200,
+// causal, 32 MB of its 60 MB measure best at 4k and 16k.
+constexpr std::int64_t bwd_l2_share(std::int64_t l2_bytes) { return l2_bytes * 8 / 15; }
+// And the forward's, with k and v: half, the rest is for what streams through.
+constexpr std::int64_t fwd_l2_share(std::int64_t l2_bytes) { return l2_bytes / 2; }
+
+// Where the clusters of a sequence that all walk the same query blocks start, in the backward's
+// ordered kernels: in rounds of `round` neighbours, number j of a round at the top of segment j. So
+// no two add to a block at the same time, and each follows its predecessor at a distance of one
+// segment. Depends on the sequence's own lengths and the device (max_round) alone.
+struct Rotation {
+  std::int64_t segment;  // query blocks, a power of two
+  std::int64_t round;    // clusters, as many as segments
+};
+
+FG_HOST_DEVICE constexpr Rotation rotation(std::int64_t num_m_blocks, std::int64_t num_clusters,
+                                           std::int64_t max_round) {
+  const std::int64_t most = num_clusters < max_round ? num_clusters : max_round;
+  const std::int64_t limit = most > 1 ? most : 1;
+  Rotation r{8, num_m_blocks > 8 ? (num_m_blocks + 7) / 8 : 1};
+  while (r.round > limit) {
+    r.segment *= 2;
+    r.round = (num_m_blocks + r.segment - 1) / r.segment;
+  }
+  return r;
+}
+
+}  // namespace flashgrad::sm90
