@@ -75,16 +75,15 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
          .max_rows = *std::max_element(problem.packed_q.begin(), problem.packed_q.end())},
         params.sequences);
     num_tiles = static_cast<std::uint32_t>(order.size());
-    params.packed_tiles = order.data();
-    params.num_packed_tiles = &num_tiles;
   }
   const std::int64_t blocks_per_head =
       sm90::num_blocks(packed, params.sequences.batch, params.sequences.rows_q, sm90::kBlockM);
   std::vector<WorkTile> tiles;
-  for (std::int64_t i = 0; i < num_tiles; ++i) {
-    const sm90::KeyTile tile = max_round < 0
-                                   ? sm90::key_tile<kKeys, kCluster>(params, i * kCluster)
-                                   : sm90::key_tile<kKeys, kCluster, true>(params, i * kCluster);
+  for (std::uint32_t i = 0; i < num_tiles; ++i) {
+    const sm90::PackedTile place =
+        order.empty() ? sm90::tile_place(params, std::int64_t{kKeys} * kCluster, i) : order[i];
+    const sm90::KeyTile tile =
+        sm90::key_tile_at(params, {kKeys, kCluster, max_round >= 0}, place, 0);
     if (tile.num_steps == 0) {
       continue;  // it only writes zeros
     }

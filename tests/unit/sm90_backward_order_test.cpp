@@ -85,9 +85,8 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
                          p.sequences);
     EXPECT_LE(order.size(), total);
     total = static_cast<std::uint32_t>(order.size());
-    p.packed_tiles = order.data();
-    p.num_packed_tiles = &total;
   }
+  const KeyTileForm form{kBlockN, kCluster, true};
 
   std::map<int, int> counters;   // by slot: the turn; absent: nothing yet
   std::map<int, bool> finished;  // by slot
@@ -98,8 +97,10 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
   while (progress) {
     progress = false;
     while (next < total && static_cast<int>(running.size()) < slots) {
-      const KeyTile tile = key_tile<kBlockN, kCluster, true>(p, kCluster * next++);
-      const KeyTile peer = key_tile<kBlockN, kCluster, true>(p, kCluster * next - 1);
+      const auto index = static_cast<std::uint32_t>(next++);
+      const PackedTile place = packed ? order[index] : tile_place(p, kTurnKeys, index);
+      const KeyTile tile = key_tile_at(p, form, place, 0);
+      const KeyTile peer = key_tile_at(p, form, place, 1);
       EXPECT_EQ(tile.num_steps, peer.num_steps);
       EXPECT_EQ(tile.m_start, peer.m_start);
       EXPECT_EQ(tile.turn, peer.turn);

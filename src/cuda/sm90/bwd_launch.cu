@@ -61,6 +61,10 @@ struct Plan {
   int padded_head_dim = 0;
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
+  // bwd.cuh runs.
+  [[nodiscard]] bool has_main(const Problem& p) const {
+    return variant >= 0 && (p.wants_dk || p.wants_dv || accumulates_dq(p));
+  }
   [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
 };
 
@@ -83,8 +87,11 @@ std::int64_t keys_per_tile(const Plan& plan) {
 }
 
 // Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
-std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
+std::int64_t key_tiles_per_unit(const Problem& p, const Plan& plan) {
   return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys_per_tile(plan));
+}
+std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
+  return (p.packed ? 1 : p.batch) * p.heads_kv * key_tiles_per_unit(p, plan);
 }
 
 // The pieces of the workspace, as offsets from its aligned start.
@@ -97,8 +104,7 @@ struct Layout {
   std::size_t dq_accumulator = 0;
   std::size_t counters = 0;
   std::size_t ticket = 0;
-  std::size_t packed_tiles = 0;
-  std::size_t num_packed_tiles = 0;
+  std::size_t tiles = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
@@ -122,11 +128,10 @@ Layout make_layout(const Problem& p, const Plan& plan) {
       plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
-  if (p.packed && plan.variant >= 0) {
-    layout.packed_tiles =
-        take(p.heads_kv * num_key_tiles(p, plan) * std::int64_t{sizeof(PackedTile)});
-    layout.num_packed_tiles = take(4);
-  }
+  layout.tiles = plan.has_main(p)
+                     ? take(num_key_tiles(p, plan) * kBwdConfigs[plan.variant].cluster *
+                            std::int64_t{sizeof(KeyTile)})
+                     : 0;
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
@@ -211,10 +216,9 @@ Scales make_scales(const Problem& p) {
   return scales;
 }
 
-Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
-                float* dq_accumulator, const DqOrder& order, const PackedTile* packed_tiles,
-                const std::uint32_t* num_packed_tiles, const cuda::DeviceProperties& device) {
-  const int block_n = kBwdConfigs[plan.variant].block_n();
+BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
+                           const RowStatistics& rows, float* dq_accumulator, const DqOrder& order,
+                           const KeyTile* tiles, const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
   BwdParams params{};
@@ -223,7 +227,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.group = p.group();
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
-  params.num_kv_blocks = num_key_tiles(p, plan);
+  params.num_kv_blocks = key_tiles_per_unit(p, plan);
   params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
   params.q = args.q;
   params.k = args.k;
@@ -233,8 +237,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
   params.dq_accumulator = dq_accumulator;
-  params.packed_tiles = packed_tiles;
-  params.num_packed_tiles = num_packed_tiles;
+  params.tiles = tiles;
   if (plan.ordered()) {
     params.order = order;
     params.dq = p.wants_dq ? args.dq : Tensor{};
@@ -256,8 +259,13 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
+  return params;
+}
+
+Status run_main(const Problem& p, const Args& args, const Plan& plan, BwdParams params) {
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, block_n, &maps, &params.mapped));
+  FG_RETURN_IF_ERROR(
+      make_maps(p, args, kBwdConfigs[plan.variant].block_n(), &maps, &params.mapped));
   return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
@@ -343,13 +351,15 @@ Status run(const Problem& p, const Args& args) {
   }
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
-  PackedTile* packed_tiles = nullptr;
-  std::uint32_t* num_packed_tiles = nullptr;
-  PackedPass pass{};
-  if (p.packed && plan.variant >= 0) {
-    packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
-    num_packed_tiles = word(layout.num_packed_tiles);
-    pass = make_packed_pass(p, plan, device);
+  BwdParams main{};
+  KeyTileParams tiles{};
+  if (plan.has_main(p)) {
+    const BwdConfig& config = kBwdConfigs[plan.variant];
+    tiles.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
+    tiles.form = {config.block_n(), config.cluster, config.ordered};
+    tiles.num_tiles = static_cast<std::uint32_t>(num_key_tiles(p, plan));
+    tiles.packed = make_packed_pass(p, plan, device);
+    main = make_main_params(p, args, plan, rows, dq_accumulator, order, tiles.tiles, device);
   }
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
@@ -365,16 +375,11 @@ Status run(const Problem& p, const Args& args) {
                                  .order = order,
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
-                                 .head_dim = p.head_dim,
-                                 .pass = pass,
-                                 .packed_tiles = packed_tiles,
-                                 .packed_capacity = static_cast<std::uint32_t>(
-                                     packed_tiles ? p.heads_kv * num_key_tiles(p, plan) : 0),
-                                 .num_packed_tiles = num_packed_tiles};
-  FG_RETURN_IF_ERROR(
-      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                   {.num_ctas = q_tiles + (packed_tiles ? 1 : 0), .num_threads = kPrepareThreads},
-                   args.stream, prepare));
+                                 .head_dim = p.head_dim};
+  FG_RETURN_IF_ERROR(cuda::launch(
+      "sm90 backward prepare", bwd_prepare<T>,
+      {.num_ctas = key_tile_ctas(tiles, p.packed) + q_tiles, .num_threads = kPrepareThreads},
+      args.stream, prepare, main, tiles));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -384,9 +389,8 @@ Status run(const Problem& p, const Args& args) {
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
                                    reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
-  } else if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
-    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, order, packed_tiles,
-                                num_packed_tiles, device));
+  } else if (plan.has_main(p)) {
+    FG_RETURN_IF_ERROR(run_main(p, args, plan, main));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));

@@ -16,6 +16,7 @@
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/config.hpp"
+#include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/packed_order.cuh"
 #include "cuda/sm90/params.hpp"
 
@@ -63,6 +64,37 @@ __device__ __forceinline__ bool is_wide(const Tensor& t) {
          t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
 }
 
+// CTAs that describe the main kernel's tiles: a thread a cluster of tiles, but those of a packed
+// batch are described by one CTA, which makes their order.
+FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles, bool packed) {
+  return tiles.tiles == nullptr ? 0
+         : packed               ? 1
+                                : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+}
+
+__device__ __forceinline__ void describe_tiles(const BwdParams& main, const KeyTileParams& tiles) {
+  const auto describe = [&](std::uint32_t index, const PackedTile& place) {
+#pragma unroll 1
+    for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+      tiles.tiles[index * tiles.form.cluster + rank] = key_tile_at(main, tiles.form, place, rank);
+    }
+  };
+  if (!main.sequences.packed()) {
+    const std::uint32_t index = blockIdx.x * kPrepareThreads + threadIdx.x;
+    if (index < tiles.num_tiles) {
+      describe(index, tile_place(main, tiles.form.block_n * tiles.form.cluster, index));
+    }
+    return;
+  }
+  const std::uint32_t used =
+      make_packed_order<kPrepareThreads>(tiles.packed, main.sequences, tiles.num_tiles, describe);
+  // The rest of the grid has no steps and writes no rows.
+  for (std::uint32_t i = used * tiles.form.cluster + threadIdx.x;
+       i < tiles.num_tiles * tiles.form.cluster; i += kPrepareThreads) {
+    tiles.tiles[i] = KeyTile{};
+  }
+}
+
 // dq = 0 in the rows of a block that no key reaches.
 __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const SequenceSpan& sequence,
                                          std::int64_t row_begin, std::int64_t head) {
@@ -81,14 +113,16 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
 
 template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
-                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p) {
+                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
+                                                 const __grid_constant__ BwdParams main,
+                                                 const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
-  unsigned index = blockIdx.x;
-  if (p.packed_tiles != nullptr && index-- == 0) {
-    make_packed_order<kPrepareThreads>(p.pass, p.sequences, p.packed_capacity, p.packed_tiles,
-                                       p.num_packed_tiles);
+  const unsigned tile_ctas = key_tile_ctas(tiles, p.sequences.packed());
+  if (blockIdx.x < tile_ctas) {
+    describe_tiles(main, tiles);
     return;
   }
+  const unsigned index = blockIdx.x - tile_ctas;
   const auto heads = static_cast<unsigned>(p.heads_q);
   const std::int64_t block = index / heads;
   const std::int64_t head = index % heads;

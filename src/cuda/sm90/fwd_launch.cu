@@ -231,8 +231,8 @@ Status launch_forward(const Problem& p, const Args& args) {
   return p.dtype == DType::kBF16
              ? launch_main<__nv_bfloat16>(variant, needs_score_function(p), num_ctas, has_prepare,
                                           maps, params, args.stream)
-             : launch_main<__half>(variant, needs_score_function(p), num_ctas, maps, params,
-                                   args.stream);
+             : launch_main<__half>(variant, needs_score_function(p), num_ctas, has_prepare, maps,
+                                   params, args.stream);
 }
 
 }  // namespace flashgrad::sm90

@@ -52,12 +52,16 @@ constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t h
   return x < low ? low : x > high ? high : x;
 }
 
-// Where tile (or cluster of tiles) number `index` lies.
-template <int kClusterN>
-FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::uint32_t index) {
-  if (p.packed_tiles != nullptr) {
-    return p.packed_tiles[index];
-  }
+// The form of a kernel's tiles.
+struct KeyTileForm {
+  std::int32_t block_n;
+  std::int32_t cluster;  // CTAs of a cluster take neighbouring tiles
+  bool ordered;
+};
+
+// Where tile (or cluster of tiles) number `index` lies, in the order of section_order.hpp.
+FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::int64_t keys,
+                                            std::uint32_t index) {
   const Sequences& s = p.sequences;
   const auto [unit, block] = section_tile(
       {static_cast<std::uint32_t>(p.num_units), static_cast<std::uint32_t>(p.section),
@@ -67,34 +71,29 @@ FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::uint32_t in
   std::int64_t span = unit / heads;  // batch entry, unless packed
   std::int64_t in_span = block;
   if (s.packed()) {
-    span = span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, kClusterN);
-    in_span -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, kClusterN);
+    span = span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, keys);
+    in_span -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, keys);
   }
   return {static_cast<std::int32_t>(span), static_cast<std::int32_t>(in_span),
           static_cast<std::int32_t>(unit % heads)};
 }
 
-// Tile `cta` in the order of the launch (section_order.hpp, packed_order.hpp). A cluster of
-// kCluster CTAs takes neighbouring tiles and walks the query blocks that any of them needs.
-template <int kBlockN, int kCluster, bool kOrdered = false>
-FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
-  constexpr int kClusterN = kBlockN * kCluster;
+// The tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA of the
+// cluster needs.
+FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm& form,
+                                          const PackedTile& place, std::int64_t rank) {
+  const std::int64_t block_n = form.block_n;
+  const std::int64_t cluster_n = block_n * form.cluster;
   const Sequences& s = p.sequences;
-  const std::int64_t rank = cta % kCluster;
-  const auto index = static_cast<std::uint32_t>(cta) / std::uint32_t{kCluster};
   KeyTile tile{};
-  if (p.packed_tiles != nullptr && index >= *p.num_packed_tiles) {
-    return tile;  // it has no steps and writes no rows
-  }
-  const PackedTile place = tile_place<kClusterN>(p, index);
   const std::int64_t span = place.span;
   const std::int64_t block = place.block;
   const SequenceSpan sequence = sequence_span(s, span);
   const Band& band = sequence.band;
-  const std::int64_t cluster_begin = block * kClusterN;
-  const std::int64_t begin = cluster_begin + rank * kBlockN;
+  const std::int64_t cluster_begin = block * cluster_n;
+  const std::int64_t begin = cluster_begin + rank * block_n;
 
-  const Range rows = band.q_range(cluster_begin, cluster_begin + kClusterN);
+  const Range rows = band.q_range(cluster_begin, cluster_begin + cluster_n);
   if (!rows.empty()) {
     tile.m_begin = static_cast<int>(rows.begin / kBlockM);
     tile.m_end = static_cast<int>((rows.end + kBlockM - 1) / kBlockM);
@@ -107,17 +106,17 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   tile.q_block = static_cast<int>(first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM));
   tile.kv_row = static_cast<int>(sequence.kv.begin + begin);
   tile.rows_to_write =
-      static_cast<int>(clamp_to(sequence.kv.end - sequence.kv.begin - begin, 0, kBlockN));
+      static_cast<int>(clamp_to(sequence.kv.end - sequence.kv.begin - begin, 0, block_n));
   const Range live = band.kv_range(0, band.seqlen_q);
   const auto has_dead_keys = [&](std::int64_t tile_begin, int* live_begin, int* live_end) {
-    *live_begin = static_cast<int>(clamp_to(live.begin - tile_begin, 0, kBlockN));
-    *live_end = static_cast<int>(clamp_to(live.end - tile_begin, 0, kBlockN));
-    const std::int64_t existing = clamp_to(s.rows_kv - sequence.kv.begin - tile_begin, 0, kBlockN);
+    *live_begin = static_cast<int>(clamp_to(live.begin - tile_begin, 0, block_n));
+    *live_end = static_cast<int>(clamp_to(live.end - tile_begin, 0, block_n));
+    const std::int64_t existing = clamp_to(s.rows_kv - sequence.kv.begin - tile_begin, 0, block_n);
     return *live_begin > 0 || *live_end < existing;
   };
   tile.has_dead_keys = has_dead_keys(begin, &tile.live_begin, &tile.live_end) ? 1 : 0;
-  if (kCluster == 2) {
-    tile.has_dead_keys |= has_dead_keys(cluster_begin + (1 - rank) * kBlockN, &tile.peer_live_begin,
+  if (form.cluster == 2) {
+    tile.has_dead_keys |= has_dead_keys(cluster_begin + (1 - rank) * block_n, &tile.peer_live_begin,
                                         &tile.peer_live_end)
                               ? 1
                               : 0;
@@ -125,8 +124,8 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   constexpr std::int64_t kFar = std::int64_t{1} << 30;
   tile.lo = static_cast<int>(clamp_to(band.lo - begin, -kFar, kFar));
   tile.hi = static_cast<int>(clamp_to(band.hi - begin, -kFar, kFar));
-  tile.keys_end = static_cast<int>(clamp_to(band.seqlen_kv - begin, 0, kBlockN));
-  for (int i = 0; i < kBlockN / 64; ++i) {
+  tile.keys_end = static_cast<int>(clamp_to(band.seqlen_kv - begin, 0, block_n));
+  for (int i = 0; i < form.block_n / 64; ++i) {
     const Range full =
         band.q_range_full(begin + std::int64_t{64} * i, begin + std::int64_t{64} * (i + 1));
     tile.full_begin[i] = static_cast<int>((full.begin + kBlockM - 1) / kBlockM);
@@ -134,16 +133,16 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
     tile.full_end[i] = static_cast<int>(
         full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM : full.end / kBlockM);
   }
-  if (kOrdered) {
+  if (form.ordered) {
     const auto to_int = [](std::int64_t x) { return static_cast<int>(x); };
     tile.q_rows = to_int(sequence.q.end - sequence.q.begin);
     tile.turn = to_int(block);
     tile.segment_mask = -1;
     tile.finish_begin[0] = tile.m_begin;
-    const std::int64_t num_clusters = (band.seqlen_kv + kClusterN - 1) / kClusterN;
+    const std::int64_t num_clusters = (band.seqlen_kv + cluster_n - 1) / cluster_n;
     if (p.max_round == 0) {
       // No later cluster sees rows before i, where i + hi is the first key after this one.
-      const std::int64_t after = cluster_begin + kClusterN;
+      const std::int64_t after = cluster_begin + cluster_n;
       tile.finish_end[0] =
           live.end <= after ? tile.m_end
                             : to_int(clamp_to(after - band.hi, tile.m_begin * std::int64_t{kBlockM},
@@ -175,6 +174,22 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   }
   return tile;
 }
+
+// Tile `cta` of a launch in the order of section_order.hpp.
+template <int kBlockN, int kCluster, bool kOrdered = false>
+FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
+  const auto index = static_cast<std::uint32_t>(cta) / std::uint32_t{kCluster};
+  return key_tile_at(p, {kBlockN, kCluster, kOrdered},
+                     tile_place(p, std::int64_t{kBlockN} * kCluster, index), cta % kCluster);
+}
+
+// What prepare needs to know to describe the tiles of the main kernel.
+struct KeyTileParams {
+  KeyTile* tiles;  // (num_tiles * form.cluster); null: not wanted
+  KeyTileForm form;
+  std::uint32_t num_tiles;  // or clusters of tiles: the grid
+  PackedPass packed;        // of a packed batch
+};
 
 // Walks the steps of a tile. kHeadsInside: query blocks from m_start downwards and, past m_begin,
 // from the last one on, and for each the query heads of the group: clusters that meet at a block in

@@ -8,16 +8,17 @@
 
 namespace flashgrad::sm90 {
 
-// By one CTA: a counting sort of the spans.
-template <int kThreads>
-__device__ __forceinline__ void make_packed_order(const PackedPass& pass,
-                                                  const Sequences& sequences,
-                                                  std::uint32_t capacity, PackedTile* tiles,
-                                                  std::uint32_t* num_tiles) {
+// By one CTA: a counting sort of the spans. Hands every tile with its number, below `capacity`, to
+// `take`; returns how many there are.
+template <int kThreads, class Take>
+__device__ __forceinline__ std::uint32_t make_packed_order(const PackedPass& pass,
+                                                           const Sequences& sequences,
+                                                           std::uint32_t capacity, Take&& take) {
   constexpr int kPerThread = kPackedClasses / kThreads;
   static_assert(kPackedClasses % kThreads == 0 && kThreads % 32 == 0);
   __shared__ std::uint32_t position[kPackedClasses];  // where the next span of a class goes
   __shared__ std::uint32_t warp_sums[kThreads / 32];
+  __shared__ std::uint32_t num_tiles;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int warp = thread / 32;
@@ -51,7 +52,7 @@ __device__ __forceinline__ void make_packed_order(const PackedPass& pass,
   }
   if (thread == kThreads - 1) {
     // Offsets that decrease could ask for more tiles than there is room for.
-    *num_tiles = min(sum, capacity);
+    num_tiles = min(sum, capacity);
   }
   std::uint32_t at = sum - count;
 #pragma unroll
@@ -76,7 +77,7 @@ __device__ __forceinline__ void make_packed_order(const PackedPass& pass,
                            std::uint32_t from, std::uint32_t step) {
       for (std::uint32_t i = from; i < of.num_tiles(); i += step) {
         if (begin + i < capacity) {
-          tiles[begin + i] = of.tile(number, i);
+          take(begin + i, of.tile(number, i));
         }
       }
     };
@@ -96,6 +97,7 @@ __device__ __forceinline__ void make_packed_order(const PackedPass& pass,
             static_cast<std::uint32_t>(lane), 32);
     }
   }
+  return num_tiles;
 }
 
 }  // namespace flashgrad::sm90

@@ -5,10 +5,11 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "cuda/sm90/packed_order.hpp"
 #include "cuda/sm90/sequences.cuh"
 
 namespace flashgrad::sm90 {
+
+struct KeyTile;  // key_tile.cuh
 
 // The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
 // through all spans (sequences.cuh).
@@ -49,10 +50,6 @@ struct BwdPrepareParams {
   std::int64_t keys_per_turn;
   Tensor dq;  // with counters: rows of blocks that no key reaches become 0
   std::int64_t head_dim;
-  PackedPass pass;                  // of the main kernel
-  PackedTile* packed_tiles;         // (packed_capacity), set by an additional first CTA, or null
-  std::uint32_t packed_capacity;    // tiles of the main kernel's grid
-  std::uint32_t* num_packed_tiles;  // of them in use
 };
 
 // Of logits, as the kernels use them.
@@ -71,10 +68,10 @@ struct BwdParams {
   std::int64_t
       num_kv_blocks;  // per unit; a unit is a key head of a batch entry, or of the packed batch
   std::int64_t num_units;
-  std::int64_t section;            // units whose tiles are launched together, longest tiles first
-  std::int64_t round = 1;          // neighbouring tiles of a unit launched together
-  const PackedTile* packed_tiles;  // (num_units * num_kv_blocks): the order, or null
-  const std::uint32_t* num_packed_tiles;  // of them in use
+  std::int64_t section;    // units whose tiles are launched together, longest tiles first
+  std::int64_t round = 1;  // neighbouring tiles of a unit launched together
+  // Of each CTA in the order of the launch, described by prepare; null: no bwd.cuh.
+  const KeyTile* tiles;
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
   Tensor q, k, v, dout;
   std::uint32_t mapped;  // bits kMapQ...
