@@ -18,6 +18,14 @@ std::vector<std::int32_t> offsets(const std::vector<std::int32_t>& lengths) {
   return cu_seqlens;
 }
 
+// Rows of a head, queries (backward) or keys, whose bytes fill the share of the L2 that the kernels
+// give to a section.
+std::uint32_t rows_in_l2(const ScheduleProblem& problem) {
+  return sm90::rows_in_l2(problem.backward ? sm90::bwd_l2_share(problem.l2_bytes)
+                                           : sm90::fwd_l2_share(problem.l2_bytes),
+                          static_cast<std::int64_t>(unit_bytes(problem, 1, 1)));
+}
+
 // The sequences of a problem as the kernels see them, and the offsets that they point to.
 struct HostSequences {
   std::vector<std::int32_t> cu_q;
@@ -62,18 +70,17 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
   std::vector<sm90::PackedTile> order;
   auto num_tiles = static_cast<std::uint32_t>(params.num_units * params.num_kv_blocks);
   if (packed && slots > 0) {
-    order = sm90::packed_order(
-        {.of_keys = true,
-         .last_block_first = false,
-         .tile_rows = kKeys * kCluster,
-         .heads = static_cast<std::int32_t>(problem.heads_kv),
-         .heads_per_key = 1,
-         .slots = slots,
-         .bytes_per_row = static_cast<std::int64_t>(unit_bytes(problem, 1, 1)),
-         .l2_bytes = sm90::bwd_l2_share(problem.l2_bytes),
-         .max_round = std::max(max_round, 0),
-         .max_rows = *std::max_element(problem.packed_q.begin(), problem.packed_q.end())},
-        params.sequences);
+    order = sm90::packed_order({.of_keys = true,
+                                .last_block_first = false,
+                                .tile_rows = kKeys * kCluster,
+                                .heads = static_cast<std::uint32_t>(problem.heads_kv),
+                                .heads_per_key = 1,
+                                .slots = static_cast<std::uint32_t>(slots),
+                                .l2_rows = rows_in_l2(problem),
+                                .class_shift = sm90::class_shift(*std::max_element(
+                                    problem.packed_q.begin(), problem.packed_q.end())),
+                                .max_round = std::max(max_round, 0)},
+                               params.sequences);
     num_tiles = static_cast<std::uint32_t>(order.size());
   }
   const std::int64_t blocks_per_head =
@@ -133,14 +140,14 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
     order = sm90::packed_order(
         {.of_keys = false,
          .last_block_first = problem.mask.right < kUnboundedFrom,
-         .tile_rows = rows,
-         .heads = static_cast<std::int32_t>(problem.heads_q),
-         .heads_per_key = static_cast<std::int32_t>(problem.heads_q / problem.heads_kv),
-         .slots = slots,
-         .bytes_per_row = static_cast<std::int64_t>(unit_bytes(problem, 1, 1)),
-         .l2_bytes = sm90::fwd_l2_share(problem.l2_bytes),
-         .max_round = 0,
-         .max_rows = *std::max_element(problem.packed_kv.begin(), problem.packed_kv.end())},
+         .tile_rows = static_cast<std::uint32_t>(rows),
+         .heads = static_cast<std::uint32_t>(problem.heads_q),
+         .heads_per_key = static_cast<std::uint32_t>(problem.heads_q / problem.heads_kv),
+         .slots = static_cast<std::uint32_t>(slots),
+         .l2_rows = rows_in_l2(problem),
+         .class_shift = sm90::class_shift(
+             *std::max_element(problem.packed_kv.begin(), problem.packed_kv.end())),
+         .max_round = 0},
         host.sequences);
   } else if (packed) {
     for (std::int32_t head = 0; head < problem.heads_q; ++head) {
@@ -259,18 +266,18 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
 }
 
 std::int64_t heads_in_l2(const ScheduleProblem& problem, const TileSize& tile) {
-  const double bytes = unit_bytes(problem, problem.seqlen_q, problem.seqlen_kv);
-  if (problem.backward) {
-    const std::int64_t batch = problem.packed_q.empty() ? problem.batch : 1;
-    const std::int64_t keys = std::int64_t{tile.keys} * tile.cluster;
-    return sm90::units_together(
-        batch * problem.heads_kv, static_cast<std::int64_t>(bytes),
-        sm90::units_that_fill(tile.slots, (problem.seqlen_kv + keys - 1) / keys),
-        sm90::bwd_l2_share(problem.l2_bytes));
+  const std::int64_t met = problem.backward ? problem.seqlen_q : problem.seqlen_kv;
+  const std::uint32_t in_l2 =
+      rows_in_l2(problem) / static_cast<std::uint32_t>(std::max<std::int64_t>(met, 1));
+  if (!problem.backward) {
+    return std::max<std::int64_t>(1, in_l2);
   }
-  return std::max<std::int64_t>(
-      1,
-      static_cast<std::int64_t>(static_cast<double>(sm90::fwd_l2_share(problem.l2_bytes)) / bytes));
+  const std::int64_t batch = problem.packed_q.empty() ? problem.batch : 1;
+  const std::int64_t keys = std::int64_t{tile.keys} * tile.cluster;
+  return sm90::units_together(
+      static_cast<std::uint32_t>(batch * problem.heads_kv), in_l2,
+      sm90::units_that_fill(static_cast<std::uint32_t>(tile.slots),
+                            static_cast<std::uint32_t>((problem.seqlen_kv + keys - 1) / keys)));
 }
 
 }  // namespace flashgrad::plan

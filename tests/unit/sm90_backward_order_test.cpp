@@ -75,13 +75,12 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
     order = packed_order({.of_keys = true,
                           .last_block_first = false,
                           .tile_rows = kTurnKeys,
-                          .heads = heads_kv,
+                          .heads = static_cast<std::uint32_t>(heads_kv),
                           .heads_per_key = 1,
-                          .slots = slots,
-                          .bytes_per_row = 1000,
-                          .l2_bytes = std::int64_t{setting.section} * 3000000,
-                          .max_round = setting.max_round,
-                          .max_rows = p.sequences.rows_q},
+                          .slots = static_cast<std::uint32_t>(slots),
+                          .l2_rows = static_cast<std::uint32_t>(setting.section * 3000),
+                          .class_shift = class_shift(p.sequences.rows_q),
+                          .max_round = setting.max_round},
                          p.sequences);
     EXPECT_LE(order.size(), total);
     total = static_cast<std::uint32_t>(order.size());

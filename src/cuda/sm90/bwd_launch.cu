@@ -156,14 +156,13 @@ PackedPass make_packed_pass(const Problem& p, const Plan& plan,
   const int cluster = kBwdConfigs[plan.variant].cluster;
   return {.of_keys = true,
           .last_block_first = false,
-          .tile_rows = static_cast<std::int32_t>(keys_per_tile(plan)),
-          .heads = static_cast<std::int32_t>(p.heads_kv),
+          .tile_rows = static_cast<std::uint32_t>(keys_per_tile(plan)),
+          .heads = static_cast<std::uint32_t>(p.heads_kv),
           .heads_per_key = 1,
-          .slots = device.num_multiprocessors / cluster,
-          .bytes_per_row = bytes_per_query(p),
-          .l2_bytes = bwd_l2_share(device.l2_bytes),
-          .max_round = plan.ordered() ? max_round(p, cluster, device) : 0,
-          .max_rows = p.max_seqlen_q};
+          .slots = static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
+          .l2_rows = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)),
+          .class_shift = class_shift(p.max_seqlen_q),
+          .max_round = plan.ordered() ? max_round(p, cluster, device) : 0};
 }
 
 template <class Out>
@@ -251,11 +250,13 @@ BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
                                .round;
     }
   }
-  params.section =
-      units_together(params.num_units, p.seqlen_q * bytes_per_query(p),
-                     units_that_fill(device.num_multiprocessors / cluster,
-                                     params.max_round > 0 ? params.round : params.num_kv_blocks),
-                     bwd_l2_share(device.l2_bytes));
+  const std::uint32_t l2_rows = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p));
+  params.section = units_together(
+      static_cast<std::uint32_t>(params.num_units),
+      l2_rows / static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
+      units_that_fill(
+          static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
+          static_cast<std::uint32_t>(params.max_round > 0 ? params.round : params.num_kv_blocks)));
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;

@@ -84,14 +84,13 @@ PackedPass make_packed_pass(const Problem& p, const FwdConfig& config,
                             const cuda::DeviceProperties& device) {
   return {.of_keys = false,
           .last_block_first = p.mask.right < kUnboundedFrom,
-          .tile_rows = config.block_m(),
-          .heads = static_cast<std::int32_t>(p.heads_q),
-          .heads_per_key = static_cast<std::int32_t>(p.group()),
-          .slots = device.num_multiprocessors,
-          .bytes_per_row = (p.head_dim + p.head_dim_v) * 2,
-          .l2_bytes = fwd_l2_share(device.l2_bytes),
-          .max_round = 0,
-          .max_rows = p.max_seqlen_kv};
+          .tile_rows = static_cast<std::uint32_t>(config.block_m()),
+          .heads = static_cast<std::uint32_t>(p.heads_q),
+          .heads_per_key = static_cast<std::uint32_t>(p.group()),
+          .slots = static_cast<std::uint32_t>(device.num_multiprocessors),
+          .l2_rows = rows_in_l2(fwd_l2_share(device.l2_bytes), (p.head_dim + p.head_dim_v) * 2),
+          .class_shift = class_shift(p.max_seqlen_kv),
+          .max_round = 0};
 }
 
 FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& config, int l2_bytes) {

@@ -14,22 +14,39 @@ template <int kThreads, class Take>
 __device__ __forceinline__ std::uint32_t make_packed_order(const PackedPass& pass,
                                                            const Sequences& sequences,
                                                            std::uint32_t capacity, Take&& take) {
-  constexpr int kPerThread = kPackedClasses / kThreads;
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kPerThread = static_cast<int>(kPackedClasses) / kThreads;
   static_assert(kPackedClasses % kThreads == 0 && kThreads % 32 == 0);
   __shared__ std::uint32_t position[kPackedClasses];  // where the next span of a class goes
-  __shared__ std::uint32_t warp_sums[kThreads / 32];
+  __shared__ std::uint32_t warp_sums[kWarps];
   __shared__ std::uint32_t num_tiles;
+  // Spans of many tiles, which all warps write together.
+  struct Many {
+    std::int64_t span;
+    std::uint32_t first;
+    SectionOrder order;
+  };
+  __shared__ Many many[kThreads];
+  __shared__ std::uint32_t num_many;
+  constexpr std::uint32_t kFew = 32;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int warp = thread / 32;
-  for (int i = thread; i < kPackedClasses; i += kThreads) {
+  for (int i = thread; i < static_cast<int>(kPackedClasses); i += kThreads) {
     position[i] = 0;
+  }
+  if (thread == 0) {
+    num_many = 0;
   }
   __syncthreads();
   const std::int64_t num_spans = sequences.batch + 2;
+  const auto of_span = [&](std::int64_t span) {
+    return span < num_spans ? packed_span_tiles(pass, sequences, span) : PackedSpan{};
+  };
+  const PackedSpan first_span = of_span(thread);
   for (std::int64_t span = thread; span < num_spans; span += kThreads) {
-    const PackedSpan s = packed_span_tiles(pass, sequences, span);
-    atomicAdd(&position[packed_class(pass, s.longest)], static_cast<std::uint32_t>(s.num_tiles()));
+    const PackedSpan s = span == thread ? first_span : of_span(span);
+    atomicAdd(&position[s.work_class], s.num_tiles());
   }
   __syncthreads();
   std::uint32_t count = 0;
@@ -62,40 +79,38 @@ __device__ __forceinline__ std::uint32_t make_packed_order(const PackedPass& pas
     at += in_class;
   }
   __syncthreads();
-  // A lane a span, neighbours in different warps; a span of many tiles is written by its warp.
-  constexpr std::uint32_t kMany = 32;
-  for (std::int64_t base = 0; base < num_spans; base += kThreads) {
-    const std::int64_t span = base + lane * (kThreads / 32) + warp;
-    PackedSpan s{};
-    std::uint32_t first = 0;
-    if (span < num_spans) {
-      s = packed_span_tiles(pass, sequences, span);
-      first = atomicAdd(&position[packed_class(pass, s.longest)],
-                        static_cast<std::uint32_t>(s.num_tiles()));
+  const auto write = [&](const PackedSpan& s, std::int64_t span, std::uint32_t first,
+                         std::uint32_t index) {
+    if (first + index < capacity) {
+      take(first + index, s.tile(span, index));
     }
-    const auto write = [&](const PackedSpan& of, std::int64_t number, std::uint32_t begin,
-                           std::uint32_t from, std::uint32_t step) {
-      for (std::uint32_t i = from; i < of.num_tiles(); i += step) {
-        if (begin + i < capacity) {
-          take(begin + i, of.tile(number, i));
+  };
+  for (std::int64_t base = 0; base < num_spans; base += kThreads) {
+    const std::int64_t span = base + thread;
+    const PackedSpan s = base == 0 ? first_span : of_span(span);
+    if (s.num_tiles() > 0) {
+      const std::uint32_t first = atomicAdd(&position[s.work_class], s.num_tiles());
+      if (s.num_tiles() > kFew) {
+        many[atomicAdd(&num_many, 1U)] = {span, first, s.order};
+      } else {
+        for (std::uint32_t i = 0; i < s.num_tiles(); ++i) {
+          write(s, span, first, i);
         }
       }
-    };
-    const bool many = s.num_tiles() > kMany;
-    if (!many) {
-      write(s, span, first, 0, 1);
     }
-    for (std::uint32_t left = __ballot_sync(0xffffffffU, many); left != 0; left &= left - 1) {
-      const int source = __ffs(static_cast<int>(left)) - 1;
-      PackedSpan of = s;
-      of.order.section = __shfl_sync(0xffffffffU, s.order.section, source);
-      of.order.blocks = __shfl_sync(0xffffffffU, s.order.blocks, source);
-      of.order.round = __shfl_sync(0xffffffffU, s.order.round, source);
-      of.order.units = static_cast<std::uint32_t>(pass.heads);
-      of.last_block_first = pass.last_block_first;
-      write(of, base + source * (kThreads / 32) + warp, __shfl_sync(0xffffffffU, first, source),
-            static_cast<std::uint32_t>(lane), 32);
+    __syncthreads();
+    for (std::uint32_t n = 0; n < num_many; ++n) {
+      const PackedSpan of{many[n].order, pass.last_block_first, 0};
+      const std::uint32_t own = (static_cast<std::uint32_t>(warp) + n) % kWarps;
+      for (std::uint32_t i = own * 32 + lane; i < of.num_tiles(); i += kThreads) {
+        write(of, many[n].span, many[n].first, i);
+      }
     }
+    __syncthreads();
+    if (thread == 0) {
+      num_many = 0;
+    }
+    __syncthreads();
   }
   return num_tiles;
 }

@@ -23,28 +23,42 @@ struct PackedTile {
   std::int32_t head;
 };
 
-// What the order of a pass follows from.
+// Spans are sorted by their longest tile, in so many classes.
+inline constexpr std::uint32_t kPackedClasses = 1024;
+
+// What the order of a pass follows from. 32 bits: there are fewer than 2^30 rows.
 struct PackedPass {
-  bool of_keys;                // tiles are blocks of keys (backward), else of queries
-  bool last_block_first;       // the last block meets the most
-  std::int32_t tile_rows;      // keys or queries of a tile
-  std::int32_t heads;          // a unit is a head of a sequence
-  std::int32_t heads_per_key;  // of them that share the tensors below: in one section
-  std::int32_t slots;          // tiles that run at a time
-  std::int64_t bytes_per_row;  // that the tiles of a unit share, for each query (of_keys) or key
-  std::int64_t l2_bytes;       // that a section may fill
-  std::int64_t max_round;      // as in BwdParams
-  std::int64_t max_rows;       // at least the queries (of_keys) or keys of any sequence
+  bool of_keys;                 // tiles are blocks of keys (backward), else of queries
+  bool last_block_first;        // the last block meets the most
+  std::uint32_t tile_rows;      // keys or queries of a tile
+  std::uint32_t heads;          // a unit is a head of a sequence
+  std::uint32_t heads_per_key;  // of them that share what is in the L2: in one section
+  std::uint32_t slots;          // tiles that run at a time
+  std::uint32_t l2_rows;  // queries (of_keys) or keys whose rows of one unit fill a section's share
+  std::uint32_t class_shift;  // work >> class_shift is less than kPackedClasses
+  std::int32_t max_round;     // as in BwdParams
 };
+
+// The share of the L2 in rows, and class_shift for sequences of at most `max_rows` of them.
+constexpr std::uint32_t rows_in_l2(std::int64_t l2_bytes, std::int64_t bytes_per_row) {
+  return static_cast<std::uint32_t>(l2_bytes / (bytes_per_row > 0 ? bytes_per_row : 1));
+}
+constexpr std::uint32_t class_shift(std::int64_t max_rows) {
+  std::uint32_t shift = 0;
+  while (max_rows >> shift >= std::int64_t{kPackedClasses}) {
+    ++shift;
+  }
+  return shift;
+}
 
 // The tiles of one span.
 struct PackedSpan {
   SectionOrder order;
   bool last_block_first;
-  std::int64_t longest;  // queries (of_keys) or keys that one tile meets, at most
+  std::uint32_t work_class;  // 0 has the longest tiles
 
-  [[nodiscard]] FG_HOST_DEVICE constexpr std::int64_t num_tiles() const {
-    return std::int64_t{order.units} * order.blocks;
+  [[nodiscard]] FG_HOST_DEVICE constexpr std::uint32_t num_tiles() const {
+    return order.units * order.blocks;
   }
   [[nodiscard]] FG_HOST_DEVICE constexpr PackedTile tile(std::int64_t span,
                                                          std::uint32_t index) const {
@@ -59,35 +73,33 @@ FG_HOST_DEVICE inline PackedSpan packed_span_tiles(const PackedPass& pass, const
                                                    std::int64_t span) {
   const SequenceSpan sequence = sequence_span(s, span);
   const Band& band = sequence.band;
+  const auto blocks_of = [](std::int64_t rows, std::uint32_t block) {
+    return (static_cast<std::uint32_t>(rows) + block - 1) / block;
+  };
   // Keys that are not in use get a gradient of 0; queries that are not, from prepare.
-  const std::int64_t rows = pass.of_keys ? sequence.kv.end - sequence.kv.begin : band.seqlen_q;
-  const auto ceil_div = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const std::int64_t blocks = ceil_div(rows, pass.tile_rows);
+  const std::uint32_t blocks =
+      blocks_of(pass.of_keys ? sequence.kv.end - sequence.kv.begin : band.seqlen_q, pass.tile_rows);
   const std::int64_t met = pass.of_keys ? band.seqlen_q : band.seqlen_kv;
+  std::uint32_t round = 1;
+  if (pass.max_round > 0) {
+    round = static_cast<std::uint32_t>(rotation(blocks_of(band.seqlen_q, kBlockM),
+                                                blocks_of(band.seqlen_kv, pass.tile_rows),
+                                                pass.max_round)
+                                           .round);
+  }
+  const std::uint32_t in_l2 = pass.l2_rows / (met > 0 ? static_cast<std::uint32_t>(met) : 1U);
+  const std::uint32_t section =
+      pass.heads_per_key * units_together(pass.heads / pass.heads_per_key, in_l2,
+                                          units_that_fill(pass.slots, (round > 1 ? round : blocks) *
+                                                                          pass.heads_per_key));
+  // What the longest tile meets, at most.
   const std::int64_t reach = band.hi - band.lo + pass.tile_rows;
-  const std::int64_t round =
-      pass.max_round > 0 ? rotation(ceil_div(band.seqlen_q, kBlockM),
-                                    ceil_div(band.seqlen_kv, pass.tile_rows), pass.max_round)
-                               .round
-                         : 1;
-  const std::int64_t section =
-      pass.heads_per_key *
-      units_together(pass.heads / pass.heads_per_key, met * pass.bytes_per_row,
-                     units_that_fill(pass.slots, (round > 1 ? round : blocks) * pass.heads_per_key),
-                     pass.l2_bytes);
-  return {{static_cast<std::uint32_t>(pass.heads), static_cast<std::uint32_t>(section),
-           static_cast<std::uint32_t>(blocks), static_cast<std::uint32_t>(round)},
+  const std::int64_t longest = reach < 0 ? 0 : reach < met ? reach : met;
+  // Lengths over their bound are the caller's fault, but no reason to write elsewhere.
+  const std::uint32_t at = static_cast<std::uint32_t>(longest) >> pass.class_shift;
+  return {{pass.heads, section, blocks, round},
           pass.last_block_first,
-          reach < 0     ? 0
-          : reach < met ? reach
-                        : met};
-}
-
-// Spans are sorted by their longest tile, in so many classes.
-inline constexpr int kPackedClasses = 1024;
-FG_HOST_DEVICE inline int packed_class(const PackedPass& pass, std::int64_t longest) {
-  const std::int64_t at = longest * kPackedClasses / (pass.max_rows + 1);
-  return static_cast<int>(at < kPackedClasses ? kPackedClasses - 1 - at : 0);
+          at < kPackedClasses ? kPackedClasses - 1 - at : 0};
 }
 
 // The order, on the host. That of the device has ties in any order: it decides when a tile runs,
@@ -96,8 +108,7 @@ inline std::vector<PackedTile> packed_order(const PackedPass& pass, const Sequen
   std::vector<std::vector<PackedTile>> classes(kPackedClasses);
   for (std::int64_t span = 0; span < sequences.batch + 2; ++span) {
     const PackedSpan s = packed_span_tiles(pass, sequences, span);
-    std::vector<PackedTile>& tiles =
-        classes[static_cast<std::size_t>(packed_class(pass, s.longest))];
+    std::vector<PackedTile>& tiles = classes[s.work_class];
     for (std::uint32_t i = 0; i < s.num_tiles(); ++i) {
       tiles.push_back(s.tile(span, i));
     }
