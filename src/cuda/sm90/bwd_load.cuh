@@ -187,11 +187,14 @@ struct Loader {
   // Of the block that the walk comes to after as many steps as the lane's number.
   __device__ bool is_unreadable(int step) const {
     if constexpr (kHeadsInside) {
-      const int first_head = walk.head_end - walk.group;
-      const int ahead = walk.head - first_head + lane;
-      int m = walk.m - ahead / walk.group;
-      m += m < walk.m_begin ? walk.m_last + 1 - walk.m_begin : 0;
-      const int head = first_head + ahead % walk.group;
+      // No division: it would take registers that the role does not have.
+      int head = walk.head + lane;
+      int m = walk.m;
+#pragma unroll 1
+      while (head >= walk.head_end) {
+        head -= walk.group;
+        m = m > walk.m_begin ? m - 1 : walk.m_last;
+      }
       const int at = head * static_cast<int>(p.rows.num_blocks) + tile.q_block + m;
       return step + lane < tile.num_steps && p.rows.unreadable[at] != 0;
     } else {
@@ -199,6 +202,7 @@ struct Loader {
     }
   }
 
+  // K and V one after the other, for kernels whose registers do not suffice for load_first().
   __device__ void load_k() {
     const Job k = k_job(false);
     const auto keep = [this](int r) { return r >= tile.live_begin && r < tile.live_end; };
