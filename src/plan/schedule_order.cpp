@@ -266,9 +266,12 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
 }
 
 std::int64_t heads_in_l2(const ScheduleProblem& problem, const TileSize& tile) {
-  const std::int64_t met = problem.backward ? problem.seqlen_q : problem.seqlen_kv;
-  const std::uint32_t in_l2 =
-      rows_in_l2(problem) / static_cast<std::uint32_t>(std::max<std::int64_t>(met, 1));
+  const Band band = Band::of(problem.mask, problem.seqlen_q, problem.seqlen_kv);
+  const std::uint32_t in_use =
+      problem.backward
+          ? sm90::rows_in_use(band, problem.seqlen_q, std::int64_t{tile.keys} * tile.cluster)
+          : sm90::rows_in_use(band, problem.seqlen_kv, tile.rows);
+  const std::uint32_t in_l2 = rows_in_l2(problem) / in_use;
   if (!problem.backward) {
     return std::max<std::int64_t>(1, in_l2);
   }

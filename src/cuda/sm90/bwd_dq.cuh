@@ -49,15 +49,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {
-    if constexpr (C.ordered) {
-      loader.load_k();
+    loader.load_k();
 #pragma unroll 1
-      for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
-        loader.load_step(step);
-      }
-    } else {
-      loader.load_first();
-      loader.load_step(1);
+    for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
+      loader.load_step(step);
     }
   }
   __syncwarp();

@@ -105,6 +105,8 @@ struct Layout {
   std::size_t counters = 0;
   std::size_t ticket = 0;
   std::size_t tiles = 0;
+  std::size_t packed_tiles = 0;
+  std::size_t num_packed_tiles = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
@@ -128,10 +130,12 @@ Layout make_layout(const Problem& p, const Plan& plan) {
       plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
-  layout.tiles = plan.has_main(p)
-                     ? take(num_key_tiles(p, plan) * kBwdConfigs[plan.variant].cluster *
-                            std::int64_t{sizeof(KeyTile)})
-                     : 0;
+  if (plan.has_main(p)) {
+    const std::int64_t tiles = num_key_tiles(p, plan);
+    layout.tiles = take(tiles * kBwdConfigs[plan.variant].cluster * std::int64_t{sizeof(KeyTile)});
+    layout.packed_tiles = p.packed ? take(tiles * std::int64_t{sizeof(PackedTile)}) : 0;
+    layout.num_packed_tiles = p.packed ? take(4) : 0;
+  }
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
@@ -250,10 +254,10 @@ BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
                                .round;
     }
   }
-  const std::uint32_t l2_rows = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p));
   params.section = units_together(
       static_cast<std::uint32_t>(params.num_units),
-      l2_rows / static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
+      rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
+          rows_in_use(Band::of(p.mask, p.seqlen_q, p.seqlen_kv), p.seqlen_q, keys_per_tile(plan)),
       units_that_fill(
           static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
           static_cast<std::uint32_t>(params.max_round > 0 ? params.round : params.num_kv_blocks)));
@@ -359,7 +363,11 @@ Status run(const Problem& p, const Args& args) {
     tiles.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
     tiles.form = {config.block_n(), config.cluster, config.ordered};
     tiles.num_tiles = static_cast<std::uint32_t>(num_key_tiles(p, plan));
-    tiles.packed = make_packed_pass(p, plan, device);
+    if (p.packed) {
+      tiles.packed = make_packed_pass(p, plan, device);
+      tiles.packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
+      tiles.num_packed_tiles = word(layout.num_packed_tiles);
+    }
     main = make_main_params(p, args, plan, rows, dq_accumulator, order, tiles.tiles, device);
   }
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
@@ -377,10 +385,18 @@ Status run(const Problem& p, const Args& args) {
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .head_dim = p.head_dim};
-  FG_RETURN_IF_ERROR(cuda::launch(
-      "sm90 backward prepare", bwd_prepare<T>,
-      {.num_ctas = key_tile_ctas(tiles, p.packed) + q_tiles, .num_threads = kPrepareThreads},
-      args.stream, prepare, main, tiles));
+  FG_RETURN_IF_ERROR(
+      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                   {.num_ctas = key_tile_ctas(tiles) + q_tiles, .num_threads = kPrepareThreads},
+                   args.stream, prepare, main, tiles));
+  if (tiles.packed_tiles != nullptr) {
+    FG_RETURN_IF_ERROR(cuda::launch(
+        "sm90 backward tiles", bwd_packed_tiles,
+        {.num_ctas = (std::int64_t{tiles.num_tiles} + kPrepareThreads - 1) / kPrepareThreads,
+         .num_threads = kPrepareThreads,
+         .overlaps_predecessor = true},
+        args.stream, main, tiles));
+  }
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;

@@ -57,24 +57,25 @@ struct Loader {
     std::uint32_t full;      // gets one arrival once the tile is there
     std::uint32_t landing;   // the loader's own barrier,
     int landing_index;       // its parity,
-    bool lands;              // and whether the tile comes to it first,
-    bool clear;              // since some rows must become 0
+    bool clear;              // and whether it is needed: some rows must become 0
     const float* statistic;  // 64 numbers that come along, or null
     std::uint32_t statistic_destination;
   };
 
-  // kNumBoxes: of 64 columns, packed together. With kShared each CTA of the cluster loads its box
-  // for both.
-  template <int kRows, int kNumBoxes, bool kShared>
-  __device__ void issue(const Job& job, int first_box) {
+  // kFirstBox, kNumBoxes: which 64 columns, packed together. With kShared each CTA of the cluster
+  // loads its box for both.
+  template <int kRows, int kNumBoxes, bool kShared, class Keep>
+  __device__ void load(const Job& job, int first_box, Keep&& keep) {
     constexpr std::uint32_t kBoxBytes = kRows * tile::kBoxRowBytes;
     constexpr std::uint32_t kStatisticBytes = kBlockM * 4;
-    const std::uint32_t barrier = job.lands ? job.landing : job.full;
+    const std::uint32_t barrier = job.clear ? job.landing : job.full;
     if (ptx::elect_one()) {
-      ptx::mbarrier_arrive_expect(barrier, (job.mapped ? kNumBoxes * kBoxBytes : 0U) +
-                                               (job.statistic != nullptr ? kStatisticBytes : 0U));
-      if (job.statistic != nullptr) {
-        ptx::bulk_load(job.statistic_destination, job.statistic, kStatisticBytes, barrier);
+      if (job.mapped || job.clear) {
+        ptx::mbarrier_arrive_expect(barrier, (job.mapped ? kNumBoxes * kBoxBytes : 0U) +
+                                                 (job.statistic != nullptr ? kStatisticBytes : 0U));
+        if (job.statistic != nullptr) {
+          ptx::bulk_load(job.statistic_destination, job.statistic, kStatisticBytes, barrier);
+        }
       }
       if (job.mapped) {
         if constexpr (kShared) {
@@ -92,26 +93,19 @@ struct Loader {
       }
     }
     __syncwarp();
-  }
-
-  // Passes on a tile that has landed, its unreadable rows cleared.
-  template <int kRows, int kNumBoxes, class Keep>
-  __device__ void finish(const Job& job, int first_box, Keep&& keep) {
-    if (!job.lands) {
+    if (!job.clear) {
       return;
     }
     ptx::mbarrier_wait(job.landing, static_cast<std::uint32_t>(landing_parity[job.landing_index]));
     __syncwarp();
-    if (job.clear) {
-      if (job.mapped) {
-        clear_rows<kRows, 64 * kNumBoxes>(job.destination, lane, keep);
-      } else {
-        load_tile<kRows, 64 * kNumBoxes>(job.destination, job.tensor, tile.batch_index, job.row,
-                                         job.head, 64 * first_box, job.columns, lane, keep);
-      }
-      ptx::fence_proxy_async();
-      __syncwarp();
+    if (job.mapped) {
+      clear_rows<kRows, 64 * kNumBoxes>(job.destination, lane, keep);
+    } else {
+      load_tile<kRows, 64 * kNumBoxes>(job.destination, job.tensor, tile.batch_index, job.row,
+                                       job.head, 64 * first_box, job.columns, lane, keep);
     }
+    ptx::fence_proxy_async();
+    __syncwarp();
     if (ptx::elect_one()) {
       landing_parity[job.landing_index] ^= 1;
       ptx::mbarrier_arrive(job.full);
@@ -119,140 +113,35 @@ struct Loader {
     __syncwarp();
   }
 
-  // K, or with a cluster the peer's K: its keys, the columns of dq that this CTA makes. One arrival
-  // on k_full for each.
-  __device__ Job k_job(bool of_peer) const {
-    const bool mapped = (p.mapped & kMapK) != 0;
-    const bool clear = tile.has_dead_keys != 0 || !mapped;
-    const int shift = !of_peer ? 0 : rank == 0 ? Shared::kBlockN : -Shared::kBlockN;
-    return {&maps.k,
-            mapped,
-            p.k,
-            static_cast<int>(p.head_dim),
-            tile.kv_row + shift,
-            tile.head_kv,
-            of_peer ? shared.peer_k() : shared.k(),
-            shared.k_full(),
-            shared.kv_landing(),
-            0,
-            clear,
-            clear,
-            nullptr,
-            0};
-  }
-  __device__ Job v_job() const {
-    const bool mapped = (p.mapped & kMapV) != 0;
-    const bool clear = tile.has_dead_keys != 0 || !mapped;
-    return {&maps.v,
-            mapped,
-            p.v,
-            static_cast<int>(p.head_dim_v),
-            tile.kv_row,
-            tile.head_kv,
-            shared.v(),
-            shared.v_full(),
-            shared.kv_landing(),
-            0,
-            clear,
-            clear,
-            nullptr,
-            0};
-  }
-  // Half of the walk's step: its query block of q with lse, or of dout with delta.
-  __device__ Job half_step_job(int step, bool is_q, bool lands) const {
-    const int stage = step % (is_q ? Shared::kQStages : Shared::kDoStages);
-    const bool mapped = (p.mapped & (is_q ? kMapQ : kMapDout)) != 0;
-    const bool clear = (unreadable & 1U) != 0 || !mapped;
-    const std::int64_t statistic = static_cast<std::int64_t>(slot()) * kBlockM;
-    return {is_q ? &maps.q : &maps.dout,
-            mapped,
-            is_q ? p.q : p.dout,
-            static_cast<int>(is_q ? p.head_dim : p.head_dim_v),
-            tile.q_row + walk.m * kBlockM,
-            walk.head,
-            is_q ? shared.q(stage) : shared.dout(stage),
-            is_q ? shared.q_full(stage) : shared.do_full(stage),
-            is_q ? shared.q_landing() : shared.do_landing(),
-            is_q ? 1 : 2,
-            lands || clear,
-            clear,
-            (is_q ? p.rows.neg_lse_log2 : p.rows.neg_delta) + statistic,
-            is_q ? shared.lse(stage) : shared.delta(stage)};
-  }
-  __device__ void finish_half_step(const Job& job) {
-    const float* lse = p.rows.neg_lse_log2 + static_cast<std::int64_t>(slot()) * kBlockM;
-    finish<kBlockM, kBoxes>(job, 0, [lse](int r) { return lse[r] != -INFINITY; });
-  }
-
-  // Of the block that the walk comes to after as many steps as the lane's number.
-  __device__ bool is_unreadable(int step) const {
-    if constexpr (kHeadsInside) {
-      // No division: it would take registers that the role does not have.
-      int head = walk.head + lane;
-      int m = walk.m;
-#pragma unroll 1
-      while (head >= walk.head_end) {
-        head -= walk.group;
-        m = m > walk.m_begin ? m - 1 : walk.m_last;
-      }
-      const int at = head * static_cast<int>(p.rows.num_blocks) + tile.q_block + m;
-      return step + lane < tile.num_steps && p.rows.unreadable[at] != 0;
-    } else {
-      return walk.m - lane >= walk.m_begin && p.rows.unreadable[slot() - lane] != 0;
-    }
-  }
-
-  // K and V one after the other, for kernels whose registers do not suffice for load_first().
+  // One arrival on k_full for K and, with a cluster, another for the peer's K: its keys, the
+  // columns of dq that this CTA makes.
   __device__ void load_k() {
-    const Job k = k_job(false);
-    const auto keep = [this](int r) { return r >= tile.live_begin && r < tile.live_end; };
-    issue<Shared::kBlockN, kBoxes, false>(k, 0);
-    finish<Shared::kBlockN, kBoxes>(k, 0, keep);
+    const bool mapped = (p.mapped & kMapK) != 0;
+    load<Shared::kBlockN, kBoxes, false>(
+        {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row, tile.head_kv, shared.k(),
+         shared.k_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped, nullptr, 0},
+        0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
     if constexpr (Shared::kCluster == 2) {
-      const Job peer_k = k_job(true);
-      issue<Shared::kBlockN, 1, false>(peer_k, rank);
-      finish<Shared::kBlockN, 1>(peer_k, rank, [this](int r) {
-        return r >= tile.peer_live_begin && r < tile.peer_live_end;
-      });
+      const int shift = rank == 0 ? Shared::kBlockN : -Shared::kBlockN;
+      load<Shared::kBlockN, 1, false>(
+          {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row + shift, tile.head_kv,
+           shared.peer_k(), shared.k_full(), shared.kv_landing(), 0,
+           tile.has_dead_keys != 0 || !mapped, nullptr, 0},
+          rank, [this](int r) { return r >= tile.peer_live_begin && r < tile.peer_live_end; });
     }
   }
   __device__ void load_v() {
-    const Job v = v_job();
-    const auto keep = [this](int r) { return r >= tile.live_begin && r < tile.live_end; };
-    issue<Shared::kBlockN, kBoxes, false>(v, 0);
-    finish<Shared::kBlockN, kBoxes>(v, 0, keep);
+    const bool mapped = (p.mapped & kMapV) != 0;
+    load<Shared::kBlockN, kBoxes, false>(
+        {&maps.v, mapped, p.v, static_cast<int>(p.head_dim_v), tile.kv_row, tile.head_kv,
+         shared.v(), shared.v_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped,
+         nullptr, 0},
+        0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
   }
 
-  // K, V and the first step. All of it is under way at the same time; so Q and dO land before it is
-  // known whether they have to be cleared.
-  __device__ void load_first() {
-    const bool mark = is_unreadable(0);
-    const auto keep = [this](int r) { return r >= tile.live_begin && r < tile.live_end; };
-    constexpr bool kShared = Shared::kCluster == 2;
-    const Job k = k_job(false);
-    issue<kBlockM, kBoxes, kShared>(half_step_job(0, true, true), 0);
-    issue<Shared::kBlockN, kBoxes, false>(k, 0);
-    issue<kBlockM, kBoxes, kShared>(half_step_job(0, false, true), 0);
-    finish<Shared::kBlockN, kBoxes>(k, 0, keep);
-    if constexpr (kShared) {
-      const Job peer_k = k_job(true);
-      issue<Shared::kBlockN, 1, false>(peer_k, rank);
-      finish<Shared::kBlockN, 1>(peer_k, rank, [this](int r) {
-        return r >= tile.peer_live_begin && r < tile.peer_live_end;
-      });
-    }
-    const Job v = v_job();
-    issue<Shared::kBlockN, kBoxes, false>(v, 0);
-    unreadable = __ballot_sync(0xffffffffU, mark);
-    finish_half_step(half_step_job(0, true, true));
-    finish<Shared::kBlockN, kBoxes>(v, 0, keep);
-    finish_half_step(half_step_job(0, false, true));
-    walk.advance();
-    unreadable >>= 1;
-  }
-
-  // Half of a later step. The one past the last lets the consumers prefetch S once more, from
-  // whatever the stage holds.
+  // Half of step `step`: its query block of q with lse, or of dout with delta, in this order. V
+  // comes between the first two. The step past the last lets the consumers prefetch S once more,
+  // from whatever the stage holds.
   __device__ void load_half_step(int step, bool is_q) {
     const int stages = is_q ? Shared::kQStages : Shared::kDoStages;
     const int stage = step % stages;
@@ -268,16 +157,46 @@ struct Loader {
       return;
     }
     ptx::mbarrier_wait(is_q ? shared.q_empty(stage) : shared.do_empty(stage), parity);
-    if (is_q && (kHeadsInside ? step : walk.m_last - walk.m) % 32 == 0) {
-      unreadable = __ballot_sync(0xffffffffU, is_unreadable(step));
+    if constexpr (kHeadsInside) {
+      if (is_q && step % 32 == 0) {
+        // No division: it would take registers that the role does not have.
+        int head = walk.head + lane;
+        int m = walk.m;
+#pragma unroll 1
+        while (head >= walk.head_end) {
+          head -= walk.group;
+          m = m > walk.m_begin ? m - 1 : walk.m_last;
+        }
+        const int at = head * static_cast<int>(p.rows.num_blocks) + tile.q_block + m;
+        unreadable =
+            __ballot_sync(0xffffffffU, step + lane < tile.num_steps && p.rows.unreadable[at] != 0);
+      }
+    } else if (is_q && (walk.m_last - walk.m) % 32 == 0) {
+      const bool exists = walk.m - lane >= walk.m_begin;
+      unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot() - lane] != 0);
     }
-    const Job job = half_step_job(step, is_q, false);
-    issue<kBlockM, kBoxes, Shared::kCluster == 2>(job, 0);
-    finish_half_step(job);
+    const float* lse = p.rows.neg_lse_log2 + static_cast<std::int64_t>(slot()) * kBlockM;
+    const bool mapped = (p.mapped & (is_q ? kMapQ : kMapDout)) != 0;
+    const bool one_landing = Shared::kCluster == 1;
+    load<kBlockM, kBoxes, Shared::kCluster == 2>(
+        {is_q ? &maps.q : &maps.dout, mapped, is_q ? p.q : p.dout,
+         static_cast<int>(is_q ? p.head_dim : p.head_dim_v), tile.q_row + walk.m * kBlockM,
+         walk.head, is_q ? shared.q(stage) : shared.dout(stage),
+         is_q ? shared.q_full(stage) : shared.do_full(stage),
+         one_landing ? shared.kv_landing()
+         : is_q      ? shared.q_landing()
+                     : shared.do_landing(),
+         one_landing ? 0
+         : is_q      ? 1
+                     : 2,
+         (unreadable & 1U) != 0 || !mapped,
+         is_q ? lse : p.rows.neg_delta + static_cast<std::int64_t>(slot()) * kBlockM,
+         is_q ? shared.lse(stage) : shared.delta(stage)},
+        0, [lse](int r) { return lse[r] != -INFINITY; });
     if (!is_q) {
       walk.advance();
       unreadable >>= 1;
-    } else if (kHeadsInside && step == 0) {
+    } else if (step == 0) {
       load_v();
     }
   }

@@ -64,34 +64,39 @@ __device__ __forceinline__ bool is_wide(const Tensor& t) {
          t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
 }
 
-// CTAs that describe the main kernel's tiles: a thread a cluster of tiles, but those of a packed
-// batch are described by one CTA, which makes their order.
-FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles, bool packed) {
+// CTAs of prepare that describe the main kernel's tiles, a thread a cluster of tiles; one that puts
+// those of a packed batch in order.
+FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles) {
   return tiles.tiles == nullptr ? 0
-         : packed               ? 1
-                                : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+         : tiles.packed_tiles != nullptr
+             ? 1
+             : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
 }
 
-__device__ __forceinline__ void describe_tiles(const BwdParams& main, const KeyTileParams& tiles) {
-  const auto describe = [&](std::uint32_t index, const PackedTile& place) {
+// The tiles of a cluster, by one thread.
+__device__ __forceinline__ void describe_tiles(const BwdParams& main, const KeyTileParams& tiles,
+                                               std::uint32_t index, const PackedTile& place) {
 #pragma unroll 1
-    for (int rank = 0; rank < tiles.form.cluster; ++rank) {
-      tiles.tiles[index * tiles.form.cluster + rank] = key_tile_at(main, tiles.form, place, rank);
-    }
-  };
-  if (!main.sequences.packed()) {
-    const std::uint32_t index = blockIdx.x * kPrepareThreads + threadIdx.x;
-    if (index < tiles.num_tiles) {
-      describe(index, tile_place(main, tiles.form.block_n * tiles.form.cluster, index));
-    }
+  for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+    tiles.tiles[index * tiles.form.cluster + rank] = key_tile_at(main, tiles.form, place, rank);
+  }
+}
+
+// Between prepare and the main kernel of a packed batch.
+__global__ __launch_bounds__(kPrepareThreads) void bwd_packed_tiles(
+    const __grid_constant__ BwdParams main, const __grid_constant__ KeyTileParams tiles) {
+  ptx::grid_dependency_launch();
+  const std::uint32_t index = blockIdx.x * kPrepareThreads + threadIdx.x;
+  ptx::grid_dependency_wait();
+  if (index >= tiles.num_tiles) {
     return;
   }
-  const std::uint32_t used =
-      make_packed_order<kPrepareThreads>(tiles.packed, main.sequences, tiles.num_tiles, describe);
-  // The rest of the grid has no steps and writes no rows.
-  for (std::uint32_t i = used * tiles.form.cluster + threadIdx.x;
-       i < tiles.num_tiles * tiles.form.cluster; i += kPrepareThreads) {
-    tiles.tiles[i] = KeyTile{};
+  if (index < *tiles.num_packed_tiles) {
+    describe_tiles(main, tiles, index, tiles.packed_tiles[index]);
+  } else {
+    for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+      tiles.tiles[index * tiles.form.cluster + rank] = KeyTile{};  // no steps, writes no rows
+    }
   }
 }
 
@@ -117,9 +122,16 @@ __global__ __launch_bounds__(kPrepareThreads,
                                                  const __grid_constant__ BwdParams main,
                                                  const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
-  const unsigned tile_ctas = key_tile_ctas(tiles, p.sequences.packed());
+  const unsigned tile_ctas = key_tile_ctas(tiles);
   if (blockIdx.x < tile_ctas) {
-    describe_tiles(main, tiles);
+    const std::uint32_t tile = blockIdx.x * kPrepareThreads + threadIdx.x;
+    if (tiles.packed_tiles != nullptr) {
+      make_packed_order<kPrepareThreads>(tiles.packed, p.sequences, tiles.num_tiles,
+                                         tiles.packed_tiles, tiles.num_packed_tiles);
+    } else if (tile < tiles.num_tiles) {
+      describe_tiles(main, tiles, tile,
+                     tile_place(main, tiles.form.block_n * tiles.form.cluster, tile));
+    }
     return;
   }
   const unsigned index = blockIdx.x - tile_ctas;

@@ -73,11 +73,15 @@ Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows
   return cuda::encode_map(tensor, extents, box_rows, map);
 }
 
+// Of k and v for each key.
+std::int64_t bytes_per_key(const Problem& p) { return (p.head_dim + p.head_dim_v) * 2; }
+
 // Units whose keys and values are in use at a time.
-std::int64_t units_per_section(const Problem& p, int l2_bytes) {
-  const std::int64_t bytes_per_head =
-      std::max<std::int64_t>(1, p.seqlen_kv * (p.head_dim + p.head_dim_v) * 2);
-  return std::max<std::int64_t>(1, fwd_l2_share(l2_bytes) / bytes_per_head) * p.group();
+std::int64_t units_per_section(const Problem& p, const FwdConfig& config, int l2_bytes) {
+  const Band band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv);
+  return std::max<std::int64_t>(1, rows_in_l2(fwd_l2_share(l2_bytes), bytes_per_key(p)) /
+                                       rows_in_use(band, p.seqlen_kv, config.block_m())) *
+         p.group();
 }
 
 PackedPass make_packed_pass(const Problem& p, const FwdConfig& config,
@@ -88,7 +92,7 @@ PackedPass make_packed_pass(const Problem& p, const FwdConfig& config,
           .heads = static_cast<std::uint32_t>(p.heads_q),
           .heads_per_key = static_cast<std::uint32_t>(p.group()),
           .slots = static_cast<std::uint32_t>(device.num_multiprocessors),
-          .l2_rows = rows_in_l2(fwd_l2_share(device.l2_bytes), (p.head_dim + p.head_dim_v) * 2),
+          .l2_rows = rows_in_l2(fwd_l2_share(device.l2_bytes), bytes_per_key(p)),
           .class_shift = class_shift(p.max_seqlen_kv),
           .max_round = 0};
 }
@@ -104,7 +108,8 @@ FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& confi
   params.heads_q = static_cast<std::uint32_t>(p.heads_q);
   params.group = static_cast<std::uint32_t>(p.group());
   params.num_m_blocks = static_cast<std::uint32_t>(num_query_blocks(p, config.block_m()));
-  params.order = make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, l2_bytes));
+  params.order =
+      make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, config, l2_bytes));
   params.last_block_first = p.mask.right < kUnboundedFrom;
   params.out_vectors =
       reinterpret_cast<std::uintptr_t>(args.out.data) % 16 == 0 && p.head_dim_v % 8 == 0 &&

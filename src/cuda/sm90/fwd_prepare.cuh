@@ -65,12 +65,8 @@ static __global__ void __launch_bounds__(kFwdPrepareThreads, 1)
       *p.next_work = 0;
     }
     if (p.packed_tiles != nullptr) {
-      const std::uint32_t num_tiles = make_packed_order<kFwdPrepareThreads>(
-          p.pass, p.sequences, p.packed_capacity,
-          [&](std::uint32_t index, const PackedTile& tile) { p.packed_tiles[index] = tile; });
-      if (threadIdx.x == 0) {
-        *p.num_packed_tiles = num_tiles;
-      }
+      make_packed_order<kFwdPrepareThreads>(p.pass, p.sequences, p.packed_capacity, p.packed_tiles,
+                                            p.num_packed_tiles);
     }
     return;
   }

@@ -183,12 +183,15 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
                      tile_place(p, std::int64_t{kBlockN} * kCluster, index), cta % kCluster);
 }
 
-// What prepare needs to know to describe the tiles of the main kernel.
+// How the tiles of the main kernel come to be described before it runs.
 struct KeyTileParams {
   KeyTile* tiles;  // (num_tiles * form.cluster); null: not wanted
   KeyTileForm form;
   std::uint32_t num_tiles;  // or clusters of tiles: the grid
-  PackedPass packed;        // of a packed batch
+  // Of a packed batch, whose tiles prepare only puts in order:
+  PackedPass packed;
+  PackedTile* packed_tiles;         // (num_tiles), or null: fixed length
+  std::uint32_t* num_packed_tiles;  // in use; the rest of the grid has no work
 };
 
 // Walks the steps of a tile. kHeadsInside: query blocks from m_start downwards and, past m_begin,

@@ -57,6 +57,15 @@ FG_HOST_DEVICE constexpr std::uint32_t units_that_fill(std::uint32_t slots, std:
   return (slots * 3 / 2 + of_unit - 1) / of_unit;
 }
 
+// Of `met` rows or keys that the tiles of a unit meet, those in use at a time. Under a band it is
+// about twice what one tile meets, of which neighbours meet most as well.
+FG_HOST_DEVICE constexpr std::uint32_t rows_in_use(const Band& band, std::int64_t met,
+                                                   std::int64_t tile_rows) {
+  const std::int64_t reach = 2 * (band.hi - band.lo + tile_rows);
+  const std::int64_t in_use = reach < met ? reach : met;
+  return in_use > 1 ? static_cast<std::uint32_t>(in_use) : 1;
+}
+
 // The share of the L2 that the backward's sections may fill with q, dout and the sums of dq: H200,
 // causal, 32 MB of its 60 MB measure best at 4k and 16k.
 constexpr std::int64_t bwd_l2_share(std::int64_t l2_bytes) { return l2_bytes * 8 / 15; }
