@@ -12,17 +12,19 @@
 namespace flashgrad::plan {
 namespace {
 
-std::vector<std::int32_t> offsets(const std::vector<std::int32_t>& lengths) {
-  std::vector<std::int32_t> cu_seqlens(lengths.size() + 1, 0);
-  std::partial_sum(lengths.begin(), lengths.end(), cu_seqlens.begin() + 1);
-  return cu_seqlens;
+// Neighbouring key blocks of `keys` that rotating tiles launch together, as in bwd_launch.cu.
+std::int64_t kernel_round(const ScheduleProblem& problem, std::int64_t keys,
+                          std::int64_t max_round) {
+  return sm90::rotation((problem.seqlen_q + sm90::kBlockM - 1) / sm90::kBlockM,
+                        (problem.seqlen_kv + keys - 1) / keys, max_round)
+      .round;
 }
 
 // Rows of a head, queries (backward) or keys, whose bytes fill the share of the L2 that the kernels
 // give to a section.
-std::uint32_t rows_in_l2(const ScheduleProblem& problem) {
-  return sm90::rows_in_l2(problem.backward ? sm90::bwd_l2_share(problem.l2_bytes)
-                                           : sm90::fwd_l2_share(problem.l2_bytes),
+std::uint32_t rows_in_l2(const ScheduleProblem& problem, double l2_bytes) {
+  const auto bytes = static_cast<std::int64_t>(l2_bytes);
+  return sm90::rows_in_l2(problem.backward ? sm90::bwd_l2_share(bytes) : sm90::fwd_l2_share(bytes),
                           static_cast<std::int64_t>(unit_bytes(problem, 1, 1)));
 }
 
@@ -33,7 +35,7 @@ struct HostSequences {
   sm90::Sequences sequences{};
 
   explicit HostSequences(const ScheduleProblem& problem)
-      : cu_q(offsets(problem.packed_q)), cu_kv(offsets(problem.packed_kv)) {
+      : cu_q(cumulative(problem.packed_q)), cu_kv(cumulative(problem.packed_kv)) {
     const bool packed = !problem.packed_q.empty();
     sequences.batch = packed ? static_cast<std::int64_t>(problem.packed_q.size()) : problem.batch;
     sequences.rows_q = packed ? cu_q.back() : problem.seqlen_q;
@@ -56,16 +58,14 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
   params.heads_kv = problem.heads_kv;
   params.group = problem.heads_q / problem.heads_kv;
   params.head_dim = problem.head_dim;
-  params.head_dim_v = problem.head_dim;
+  params.head_dim_v = problem.width_v();
   params.num_kv_blocks = sm90::num_blocks(packed, packed ? params.sequences.batch : 1,
                                           params.sequences.rows_kv, std::int64_t{kKeys} * kCluster);
   params.num_units = (packed ? 1 : problem.batch) * problem.heads_kv;
   params.section = std::min(section, params.num_units);
   if (max_round > 0) {
     params.max_round = max_round;
-    params.round = sm90::rotation((problem.seqlen_q + sm90::kBlockM - 1) / sm90::kBlockM,
-                                  params.num_kv_blocks, max_round)
-                       .round;
+    params.round = kernel_round(problem, std::int64_t{kKeys} * kCluster, max_round);
   }
   std::vector<sm90::PackedTile> order;
   auto num_tiles = static_cast<std::uint32_t>(params.num_units * params.num_kv_blocks);
@@ -76,7 +76,7 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
                                 .heads = static_cast<std::uint32_t>(problem.heads_kv),
                                 .heads_per_key = 1,
                                 .slots = static_cast<std::uint32_t>(slots),
-                                .l2_rows = rows_in_l2(problem),
+                                .l2_rows = rows_in_l2(problem, problem.l2_bytes),
                                 .class_shift = sm90::class_shift(*std::max_element(
                                     problem.packed_q.begin(), problem.packed_q.end())),
                                 .max_round = std::max(max_round, 0)},
@@ -144,7 +144,7 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
          .heads = static_cast<std::uint32_t>(problem.heads_q),
          .heads_per_key = static_cast<std::uint32_t>(problem.heads_q / problem.heads_kv),
          .slots = static_cast<std::uint32_t>(slots),
-         .l2_rows = rows_in_l2(problem),
+         .l2_rows = rows_in_l2(problem, problem.l2_bytes),
          .class_shift = sm90::class_shift(
              *std::max_element(problem.packed_kv.begin(), problem.packed_kv.end())),
          .max_round = 0},
@@ -189,6 +189,10 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
     tiles.push_back(work);
   }
   return tiles;
+}
+
+bool hides_nothing(const ScheduleProblem& problem) {
+  return problem.mask.left >= kUnboundedFrom && problem.mask.right >= kUnboundedFrom;
 }
 
 std::vector<WorkTile> backward_order(const ScheduleProblem& problem, const TileSize& tile,
@@ -236,6 +240,12 @@ void sort_in_sections(std::vector<WorkTile>& tiles, bool packed, std::int64_t se
 
 }  // namespace
 
+std::vector<std::int32_t> cumulative(const std::vector<std::int32_t>& lengths) {
+  std::vector<std::int32_t> sums(lengths.size() + 1, 0);
+  std::partial_sum(lengths.begin(), lengths.end(), sums.begin() + 1);
+  return sums;
+}
+
 std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
                                    const TileSize& tile) {
   const std::int64_t section = policy.swizzled ? problem.section : 1;
@@ -247,9 +257,8 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
   const bool natural = policy.launch == Policy::Launch::kNatural && policy.swizzled;
   const int slots = natural ? tile.slots : 0;
   if (policy.turns == Policy::Turns::kKernel) {
-    const bool rotates =
-        problem.mask.left >= kUnboundedFrom && problem.mask.right >= kUnboundedFrom;
-    return backward_order(problem, tile, section, rotates ? tile.max_round : 0, slots);
+    return backward_order(problem, tile, section, hides_nothing(problem) ? tile.max_round : 0,
+                          slots);
   }
   std::vector<WorkTile> tiles = backward_order(problem, tile, section, -1, slots);
   switch (policy.launch) {
@@ -265,22 +274,24 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
   return tiles;
 }
 
-std::int64_t heads_in_l2(const ScheduleProblem& problem, const TileSize& tile) {
+std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy,
+                            const TileSize& tile, int processors, double l2_bytes) {
   const Band band = Band::of(problem.mask, problem.seqlen_q, problem.seqlen_kv);
-  const std::uint32_t in_use =
-      problem.backward
-          ? sm90::rows_in_use(band, problem.seqlen_q, std::int64_t{tile.keys} * tile.cluster)
-          : sm90::rows_in_use(band, problem.seqlen_kv, tile.rows);
-  const std::uint32_t in_l2 = rows_in_l2(problem) / in_use;
+  const std::int64_t keys = std::int64_t{tile.keys} * tile.cluster;
+  const std::uint32_t in_use = problem.backward
+                                   ? sm90::rows_in_use(band, problem.seqlen_q, keys)
+                                   : sm90::rows_in_use(band, problem.seqlen_kv, tile.rows);
+  const std::uint32_t in_l2 = rows_in_l2(problem, l2_bytes) / in_use;
   if (!problem.backward) {
-    return std::max<std::int64_t>(1, in_l2);
+    return problem.heads_q / problem.heads_kv * std::max<std::int64_t>(1, in_l2);
   }
   const std::int64_t batch = problem.packed_q.empty() ? problem.batch : 1;
-  const std::int64_t keys = std::int64_t{tile.keys} * tile.cluster;
-  return sm90::units_together(
-      static_cast<std::uint32_t>(batch * problem.heads_kv), in_l2,
-      sm90::units_that_fill(static_cast<std::uint32_t>(tile.slots),
-                            static_cast<std::uint32_t>((problem.seqlen_kv + keys - 1) / keys)));
+  const bool rotates = policy.turns == Policy::Turns::kKernel && hides_nothing(problem);
+  const std::int64_t tiles =
+      rotates ? kernel_round(problem, keys, tile.max_round) : (problem.seqlen_kv + keys - 1) / keys;
+  return sm90::units_together(static_cast<std::uint32_t>(batch * problem.heads_kv), in_l2,
+                              sm90::units_that_fill(static_cast<std::uint32_t>(processors),
+                                                    static_cast<std::uint32_t>(tiles)));
 }
 
 }  // namespace flashgrad::plan
