@@ -152,6 +152,18 @@ TEST(Sm90SectionOrder, HeadsThatFillTheDeviceBelongTogether) {
   EXPECT_EQ(units_that_fill(66, 0), 99U);
 }
 
+TEST(Sm90SectionOrder, RowsInUse) {
+  const auto in_use = [](const BandMask& mask) {
+    return rows_in_use(Band::of(mask, 16384, 16384), 16384, 128);
+  };
+  EXPECT_EQ(in_use({}), 16384U);
+  EXPECT_EQ(in_use(kCausal), 16384U);
+  EXPECT_EQ(in_use({kUnbounded, -5000, Alignment::kBottomRight}), 16384U);
+  EXPECT_EQ(in_use({1024, 0, Alignment::kBottomRight}), 2U * (1024 + 128));
+  EXPECT_EQ(in_use({10000, 0, Alignment::kBottomRight}), 16384U);
+  EXPECT_EQ(in_use({-1000, -1000, Alignment::kBottomRight}), 1U);  // an empty band
+}
+
 // Sections one after the other, in each round by round; every tile once.
 TEST(Sm90SectionOrder, RunsEveryTileOnce) {
   for (const std::uint32_t units : {1U, 5U, 16U}) {

@@ -61,8 +61,8 @@ FG_HOST_DEVICE constexpr std::uint32_t units_that_fill(std::uint32_t slots, std:
 // about twice what one tile meets, of which neighbours meet most as well.
 FG_HOST_DEVICE constexpr std::uint32_t rows_in_use(const Band& band, std::int64_t met,
                                                    std::int64_t tile_rows) {
-  const std::int64_t reach = 2 * (band.hi - band.lo + tile_rows);
-  const std::int64_t in_use = reach < met ? reach : met;
+  const std::int64_t reach = band.hi - band.lo + tile_rows;  // may be 2^62
+  const std::int64_t in_use = reach < met / 2 ? 2 * reach : met;
   return in_use > 1 ? static_cast<std::uint32_t>(in_use) : 1;
 }
 
