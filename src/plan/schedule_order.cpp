@@ -278,9 +278,9 @@ std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy
                             const TileSize& tile, int processors, double l2_bytes) {
   const Band band = Band::of(problem.mask, problem.seqlen_q, problem.seqlen_kv);
   const std::int64_t keys = std::int64_t{tile.keys} * tile.cluster;
-  const std::uint32_t in_use = problem.backward
-                                   ? sm90::rows_in_use(band, problem.seqlen_q, keys)
-                                   : sm90::rows_in_use(band, problem.seqlen_kv, tile.rows);
+  const std::uint32_t in_use =
+      problem.backward ? static_cast<std::uint32_t>(std::max<std::int64_t>(problem.seqlen_q, 1))
+                       : sm90::keys_in_use(band, problem.seqlen_kv, tile.rows);
   const std::uint32_t in_l2 = rows_in_l2(problem, l2_bytes) / in_use;
   if (!problem.backward) {
     return problem.heads_q / problem.heads_kv * std::max<std::int64_t>(1, in_l2);

@@ -152,9 +152,9 @@ TEST(Sm90SectionOrder, HeadsThatFillTheDeviceBelongTogether) {
   EXPECT_EQ(units_that_fill(66, 0), 99U);
 }
 
-TEST(Sm90SectionOrder, RowsInUse) {
+TEST(Sm90SectionOrder, KeysInUse) {
   const auto in_use = [](const BandMask& mask) {
-    return rows_in_use(Band::of(mask, 16384, 16384), 16384, 128);
+    return keys_in_use(Band::of(mask, 16384, 16384), 16384, 128);
   };
   EXPECT_EQ(in_use({}), 16384U);
   EXPECT_EQ(in_use(kCausal), 16384U);

@@ -257,7 +257,7 @@ BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
   params.section = units_together(
       static_cast<std::uint32_t>(params.num_units),
       rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
-          rows_in_use(Band::of(p.mask, p.seqlen_q, p.seqlen_kv), p.seqlen_q, keys_per_tile(plan)),
+          static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
       units_that_fill(
           static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
           static_cast<std::uint32_t>(params.max_round > 0 ? params.round : params.num_kv_blocks)));

@@ -80,7 +80,7 @@ std::int64_t bytes_per_key(const Problem& p) { return (p.head_dim + p.head_dim_v
 std::int64_t units_per_section(const Problem& p, const FwdConfig& config, int l2_bytes) {
   const Band band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv);
   return std::max<std::int64_t>(1, rows_in_l2(fwd_l2_share(l2_bytes), bytes_per_key(p)) /
-                                       rows_in_use(band, p.seqlen_kv, config.block_m())) *
+                                       keys_in_use(band, p.seqlen_kv, config.block_m())) *
          p.group();
 }
 

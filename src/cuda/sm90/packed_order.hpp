@@ -87,7 +87,9 @@ FG_HOST_DEVICE inline PackedSpan packed_span_tiles(const PackedPass& pass, const
                                                 pass.max_round)
                                            .round);
   }
-  const std::uint32_t in_l2 = pass.l2_rows / rows_in_use(band, met, pass.tile_rows);
+  const std::uint32_t in_use = pass.of_keys ? (met > 0 ? static_cast<std::uint32_t>(met) : 1)
+                                            : keys_in_use(band, met, pass.tile_rows);
+  const std::uint32_t in_l2 = pass.l2_rows / in_use;
   const std::uint32_t section =
       pass.heads_per_key * units_together(pass.heads / pass.heads_per_key, in_l2,
                                           units_that_fill(pass.slots, (round > 1 ? round : blocks) *
