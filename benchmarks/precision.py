@@ -33,7 +33,6 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 
 import torch
 from tqdm import tqdm
@@ -219,20 +218,14 @@ def train(
     ]
 
 
-def train_all(arguments: argparse.Namespace) -> Iterator[list[dict]]:
-    """Every seed at every scale of the logits, in processes of their own on the GPUs in turn."""
+def start_training(
+    pool: concurrent.futures.Executor, arguments: argparse.Namespace
+) -> list[concurrent.futures.Future[list[dict]]]:
+    """Every seed at every scale of the logits, on the GPUs in turn."""
     jobs = [(seed, scale) for seed in range(arguments.seeds) for scale in arguments.logit_scales]
     count = torch.cuda.device_count() if arguments.device == "cuda" else 0
     devices = [f"cuda:{i % count}" if count else arguments.device for i in range(len(jobs))]
-    with concurrent.futures.ProcessPoolExecutor(
-        arguments.processes, multiprocessing.get_context("spawn")
-    ) as pool:
-        running = [
-            pool.submit(train, *job, device, arguments) for job, device in zip(jobs, devices)
-        ]
-        done = concurrent.futures.as_completed(running)
-        for job in tqdm(done, total=len(jobs), desc="training", unit="seed"):
-            yield job.result()
+    return [pool.submit(train, *job, device, arguments) for job, device in zip(jobs, devices)]
 
 
 def differences(records: list[dict]) -> list[dict]:
@@ -314,11 +307,22 @@ def main() -> None:
     result = train_gpt.provenance(arguments, gpt.own_text())
     result["recomputed_twice"] = recomputed_twice(4096, 5)
     print("p recomputed twice:", result["recomputed_twice"])
-    result["gradients"] = [
-        row
-        for scale in arguments.logit_scales
-        for row in gradient_errors(arguments.seqlens, arguments.seeds, scale)
-    ]
+    result["training"] = []
+    with concurrent.futures.ProcessPoolExecutor(
+        arguments.processes, multiprocessing.get_context("spawn")
+    ) as pool:
+        training = start_training(pool, arguments)
+        result["gradients"] = [
+            row
+            for scale in arguments.logit_scales
+            for row in gradient_errors(arguments.seqlens, arguments.seeds, scale)
+        ]
+        done = concurrent.futures.as_completed(training)
+        for job in tqdm(done, total=len(training), desc="training", unit="seed"):
+            result["training"] += job.result()
+            result["loss_differences"] = differences(result["training"])
+            if arguments.json:  # after each, so that a run that is cut short leaves something
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for scale in arguments.logit_scales:
         print(f"relative errors of dq, dk, dv; logits of standard deviation {scale:g}")
         for variant in VARIANTS:
@@ -333,12 +337,6 @@ def main() -> None:
                 means = (statistics.mean(r[name] for r in same) for name in ("dq", "dk", "dv"))
                 cells.append(f"{seqlen}: " + " ".join(f"{x:.2e}" for x in means))
             print(f"  {variant:15}", "   ".join(cells))
-    result["training"] = []
-    for records in train_all(arguments):
-        result["training"] += records
-        result["loss_differences"] = differences(result["training"])
-        if arguments.json:  # after each, so that a run that is cut short leaves something
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["loss_differences"]:
         print(
             f"  {row['variant']:15} logits x {row['logit_scale']:g}: {row['mean']:+.5f} "

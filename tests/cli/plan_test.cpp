@@ -190,13 +190,27 @@ TEST_F(Plan, DevicesFromFiles) {
   EXPECT_EQ(run_tool({"plan", "roofline", "--device", path("none.json")}).exit_status, 2);
 }
 
+// Without results: one call, kernel by kernel.
+TEST_F(Plan, PredictsACall) {
+  const std::string json = path("call.json");
+  expect_words(out_of({"predict", "--tokens", "4096", "--batch", "4", "--head-dim", "192",
+                       "--head-dim-v", "128", "--causal", "--json", json}),
+               {"backward bf16 4,16,4096,192/128 causal on an H200", "prepare",
+                "sm90-backward-wide-D192V128             2", "the call", "TFLOP/s"});
+  expect_words(contents("call.json"), {"cool_tflops", "\"launches\": 2"});
+  expect_words(
+      out_of({"predict", "--pass", "forward", "--packed", "100,3000", "--window", "64,64"}),
+      {"forward bf16 2,16,packed,128 window 64,64", "sm90-forward-D128"});
+  expect_words(out_of({"predict", "--deterministic"}), {"sm90-backward-D128Ordered"});
+}
+
 // A folder: whatever results are in it, and what of them is not predicted.
 TEST_F(Plan, PredictReadsAFolder) {
   const std::string json = path("predicted.json");
   expect_words(out_of({"predict", "--results", kResults, "--json", json}),
-               {"128 of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
-                "packed,128 causal", "window 1024", "16/4,4096", "not predicted: bytes, not times",
-                "not predicted: the peers' times"});
+               {"of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
+                "packed,128 causal", "window 1024,0", "16/4,4096",
+                "not predicted: bytes, not times", "not predicted: the peers' times"});
   expect_words(contents("predicted.json"),
                {"measured_seconds", "predicted_seconds", "left_out", "mean_error"});
 }
@@ -254,6 +268,10 @@ TEST_F(Plan, Refuses) {
            {"plan", "memory", "--tokens", "16", "--gpus", "17"},
            {"plan", "roofline", "--kernel", "hopper-backward", "fa4-forward"},
            {"plan", "predict", "--results", FLASHGRAD_DATA_DIR "/../scripts"},
+           {"plan", "predict", "--tokens", "1024M"},
+           {"plan", "predict", "--window", "-1,-5"},
+           {"plan", "predict", "--pass", "forward", "--deterministic"},
+           {"plan", "predict", "--tokens-kv", "64"},
            {"plan", "simulate", "--program", "fa5"},
            {"plan", "simulate", "--drop-wait", "nobody"},
            {"plan", "simulate", "--causal", "--queries", "1024", "--keys", "512"},

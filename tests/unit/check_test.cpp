@@ -166,6 +166,18 @@ TEST_F(Spoil, LseOfEmptyAndUnusedRows) {
   EXPECT_EQ(refused(), "lse");
 }
 
+// |x - o| <= 1e-5 * (1 + |o|).
+TEST_F(Spoil, LseBeyondItsBound) {
+  const HostTensor& lse = runner.tensors().lse;
+  const std::int64_t last = 4 * 20 - 3;  // the last row of the last sequence, last head
+  const double value = lse.get(last);
+  ASSERT_TRUE(std::isfinite(value));
+  lse.set(last, value + 0.9e-5 * (1 + std::abs(value)));
+  EXPECT_EQ(refused(), "");
+  lse.set(last, value - 1.1e-5 * (1 + std::abs(value)));
+  EXPECT_EQ(refused(), "lse");
+}
+
 TEST(Expected, SampleOfALargeCallStillSeesErrors) {
   Case c = parse_shape("hq=1,sq=300,sk=400,d=16");
   c.dtype = DType::kF32;

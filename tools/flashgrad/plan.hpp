@@ -47,6 +47,8 @@ struct PlanArguments {
   double spread = 0.02;
 
   std::vector<std::string> results;
+  int head_dim_v = 0;  // 0: head_dim
+  bool deterministic = false;
 
   std::string program = "fa4-2cta";
   std::string drop_wait;
