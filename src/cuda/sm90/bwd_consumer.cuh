@@ -107,8 +107,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     token_pass();
   }
   // What the steady loop needs of the tile, in registers: loads from shared memory wait long behind
-  // the operands of wgmma. `left` counts the query blocks of a head down; those from full_begin on,
-  // full_count of them, need no mask.
+  // the operands of wgmma. `left` counts the query blocks of a head down, or in ordered kernels,
+  // which go through the heads inside of a block, all steps; those from full_begin on, full_count
+  // of them, need no mask. Where an ordered walk rotates, the mask hides no rows, so that only the
+  // number of its steps matters.
   int full_begin = 0;
   int full_end = tile.m_end;
 #pragma unroll
@@ -116,12 +118,13 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     full_begin = max(full_begin, tile.full_begin[2 * x + consumer]);
     full_end = min(full_end, tile.full_end[2 * x + consumer]);
   }
-  const int full_count = max(full_end - full_begin, 0);
-  full_begin -= tile.m_begin;
-  const int top = tile.m_end - 1 - tile.m_begin;
+  const int steps_per_block = C.ordered ? static_cast<int>(p.group) : 1;
+  const int full_count = max(full_end - full_begin, 0) * steps_per_block;
+  full_begin = (full_begin - tile.m_begin) * steps_per_block;
+  const int top = (tile.m_end - tile.m_begin) * steps_per_block - 1;
   // Broadcasts, since what is the same in all lanes can stay in uniform registers.
   full_begin = __shfl_sync(0xffffffffU, full_begin, 0);
-  int left = C.ordered ? tile.m_start - tile.m_begin : top;
+  int left = top;
   int remaining = __shfl_sync(0xffffffffU, tile.num_steps, 0);
   const auto block = [&]<int x>() {
   // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
@@ -131,7 +134,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       // From the index afresh: there is no register to keep it in.
       const int t = ptx::thread_index() - 128;  // of the consumers' 256
       mask_s(s, tile, 128 * x + t / 32 * 16 + t % 32 / 4,
-             (left + tile.m_begin) * kBlockM + t % 4 * 2, hidden_logit<C.softcap>(p.scale_log2));
+             (left / steps_per_block + tile.m_begin) * kBlockM + t % 4 * 2,
+             hidden_logit<C.softcap>(p.scale_log2));
     }
     // (2). kEarly: the exponents first, since delta goes to the registers of lse.
     const auto exponentials = [&](int i, float exponent0, float exponent1) {
@@ -318,7 +322,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       if constexpr (kBlocks == 2) {
         block.template operator()<1>();
       }
-      if (--left < 0) {
+      --left;
+      if (!C.ordered && left < 0) {
         left = top;
       }
     } while (--remaining > 0);
