@@ -62,8 +62,11 @@ std::vector<WidePassTiles> tiles_of_passes(const ScheduleProblem& problem, int n
   const std::int64_t section =
       std::max<std::int64_t>(1, l2_bytes * 8 / 15 / std::max<std::int64_t>(1, unit_bytes));
   std::vector<WidePassTiles> passes;
+  // Where dS would lie; only offsets from there are computed.
+  std::uint8_t room = 0;
+  float partial = 0;
   for (const sm90::WidePass& pass :
-       sm90::wide_passes(p, plan, kKeyCluster, section, nullptr, nullptr)) {
+       sm90::wide_passes(p, plan, kKeyCluster, section, &room, &partial)) {
     WidePassTiles tiles;
     for (std::int64_t i = 0; i < pass.num_units * pass.num_key_tiles; ++i) {
       const sm90::WideTile tile = sm90::wide_tile<kKeyCluster>(keys, pass, i * kKeyCluster);

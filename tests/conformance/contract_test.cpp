@@ -112,6 +112,24 @@ TEST(Contract, AVisibleLogitOfInfinityMakesItsRowNaN) {
   }
 }
 
+// +inf would call the rows empty, and their gradients 0.
+TEST(Contract, LogitsBeyondF32MakeTheirRowsNaN) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Case c = of_shape("hq=1,sq=5,sk=7,d=1,dv=8,q=1e19,k=1e19", dtype);
+    c.scale = 100;
+    on_each_target(
+        c, [](CallTensors&) {},
+        [](const Target&, CallTensors& t) {
+          for (const HostTensor* x : {&t.lse, &t.out, &t.dq, &t.dk, &t.dv}) {
+            for (std::int64_t n = 0; n < x->num_elements(); ++n) {
+              EXPECT_TRUE(std::isnan(x->get(n))) << x->get(n);
+            }
+          }
+        });
+    expect_right(c);
+  }
+}
+
 TEST(Contract, RowsOfInfiniteLseAddNothingNotEvenToDsinks) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const Case c = of_shape("hq=4,hkv=2,sq=50,sk=70,d=40,dlse=n,sinks=n", dtype);
@@ -177,6 +195,40 @@ TEST(Contract, DlseMayHaveStridesOfZero) {
           t.dlse.set(0, 0.75);
         },
         [&](const Target&, CallTensors& t) { EXPECT_EQ(bits_of(t), compact.at(at++)); });
+  }
+}
+
+TEST(Contract, NullStridesMeanCompact) {
+  if (tested_place() == Place::kCuda) {
+    GTEST_SKIP() << "calls on host memory";
+  }
+  const Case c = of_shape("b=2,hq=4,hkv=2,sq=50,sk=70,d=40,dv=24,dlse=n,sinks=n");
+  for (const Target& target : affordable(c)) {
+    SCOPED_TRACE(target.name());
+    const Bits with_strides = run_bits(c, target);
+    const Announce announce(c, target);
+    const UseTarget use(target);
+    CallTensors t = make_tensors(c);
+    fg_tensors tensors = t.c_tensors();
+    std::vector<DLTensor> copies;
+    copies.reserve(12);
+    for (const DLTensor** field :
+         {&tensors.q, &tensors.k, &tensors.v, &tensors.out, &tensors.lse, &tensors.dout,
+          &tensors.dlse, &tensors.dq, &tensors.dk, &tensors.dv, &tensors.dsinks, &tensors.sinks}) {
+      copies.push_back(**field);
+      copies.back().strides = nullptr;
+      *field = &copies.back();
+    }
+    fg_options o = make_options(c);
+    o.backend = target.backend.c_str();
+    for (const auto& [pass, call] :
+         {std::pair{FG_FORWARD, &fg_forward}, std::pair{FG_BACKWARD, &fg_backward}}) {
+      std::size_t preferred = 0;
+      ASSERT_EQ(fg_workspace_size(pass, &tensors, &o, nullptr, &preferred), FG_OK);
+      std::vector<std::byte> workspace(preferred);
+      ASSERT_EQ(call(&tensors, &o, workspace.data(), workspace.size(), nullptr), FG_OK);
+    }
+    EXPECT_EQ(bits_of(t), with_strides);
   }
 }
 
