@@ -17,7 +17,6 @@ using sm90::BwdConfig;
 
 constexpr int kM = sm90::kBlockM;
 constexpr int kConsumers = BwdConfig::kConsumers;
-constexpr int kAhead = 2;  // steps that are loaded before they are needed (bwd_dq.cuh)
 constexpr int kOperands = static_cast<int>(Use::kOperands);
 constexpr int kWritten = static_cast<int>(Use::kWritten);
 constexpr int kExchanged = static_cast<int>(Use::kExchanged);
@@ -186,7 +185,7 @@ class Sm90 {
                 global_input(data_, kGlobalK, key(1 - cta), c_.block_n(), d_ / 2 * cta, d_ / 2),
                 {{peer_k(cta), "K", 0}}, {b.k_full});
     }
-    for (int step = 0; step < kAhead; ++step) {
+    for (int step = 0; step < ahead(); ++step) {
       role.set_step(step);
       load_half_step(role, cta, step, true);
       load_half_step(role, cta, step, false);
@@ -213,7 +212,7 @@ class Sm90 {
   void write_dq_of_cluster(RoleWriter& role, int cta, int step, const View& sum) {
     Barriers& b = at(cta);
     Barriers& other = at(1 - cta);
-    load_half_step(role, cta, step + kAhead, true);
+    load_half_step(role, cta, step + ahead(), true);
     wait_full(role, b.ds_full, step);
     if (!c_.consumers_send()) {
       wait_empty(role, b.peer_ds_empty, step);
@@ -225,7 +224,7 @@ class Sm90 {
                  {{k(cta).part(0, c_.block_n(), 64 * cta, 64), "K", 0, kOperands}},
                  {.transpose_a = true});
     role.commit();
-    load_half_step(role, cta, step + kAhead, false);
+    load_half_step(role, cta, step + ahead(), false);
     wait_full(role, b.peer_ds_full, step);
     role.arrive({stage_of(other.ds_empty, step)});  // its copy has left
     role.product("dQ", {{sum, "dQ", 2 * step + 1}}, {{sum, "dQ", 2 * step}},
@@ -256,8 +255,8 @@ class Sm90 {
                      {.transpose_a = true});
         role.commit();
         if (column == 0 && x == 0) {
-          load_half_step(role, cta, step + kAhead, true);
-          load_half_step(role, cta, step + kAhead, false);
+          load_half_step(role, cta, step + ahead(), true);
+          load_half_step(role, cta, step + ahead(), false);
         }
         role.wait_products(0);
         if (column == d_ - 64) {
@@ -274,9 +273,9 @@ class Sm90 {
     const int blocks = c_.key_blocks;
     const int total = steps_ * blocks;
     const View s = role.registers("registers", 64, kM, Element::kF32);
-    const View dp = c_.in_place ? s : role.registers("registers", 64, kM, Element::kF32);
+    const View dp = role.registers("registers", 64, kM, Element::kF32);
     const View p = role.registers("registers", 64, kM, Element::kBf16);
-    const View rds = c_.in_place ? p : role.registers("registers", 64, kM, Element::kBf16);
+    const View rds = role.registers("registers", 64, kM, Element::kBf16);
     std::vector<View> dk;
     std::vector<View> dv;
     for (int x = 0; x < blocks; ++x) {
@@ -319,16 +318,16 @@ class Sm90 {
       role.product("dV", {{dv[block], "dV", step}}, before(dv[block], "dV", step),  // (5)
                    {{p, "P", count}}, {{dout(cta, step), "dO", step, kOperands}}, {});
       role.commit();
-      role.wait_products(c_.in_place ? 0 : 1);
+      if (last_block && !last) {
+        wait_full(role, b.q_full, step + 1);
+      }
+      role.wait_products(1);
       role.compute("dS", {{p, "P", count}, {dp, "dP", count}, {delta(cta, step), "delta", step}},
                    {{rds, "dS", count}},  // (4)
                    [](const std::vector<Matrix>& in) { return std::vector<Matrix>{ds_of(in)}; });
       wait_empty(role, b.ds_empty, count);
       role.compute("dS", {{rds, "dS", count}},
                    {{ds(cta, count).part(64 * consumer, 64, 0, kM), "dS", count, kWritten}});
-      if (last_block && !last) {
-        wait_full(role, b.q_full, step + 1);
-      }
       role.product("dK", {{dk[block], "dK", step}}, before(dk[block], "dK", step),  // (6)
                    {{rds, "dS", count}}, {{q(cta, step), "Q", step, kOperands}}, {});
       role.commit();
@@ -341,9 +340,7 @@ class Sm90 {
                   {stage_of(at(1 - cta).peer_ds_full, count)});
       }
       role.arrive({stage_of(b.ds_full, count)});
-      if (!c_.in_place) {
-        role.wait_products(1);
-      }
+      role.wait_products(1);
       if (last_block) {
         role.arrive(on_all(&Barriers::do_empty, step));
       }
@@ -389,6 +386,9 @@ class Sm90 {
       role.compute(name, {stage}, {{all.part(first_row, 64, column, d_ / 2), "result", 0}});
     }
   }
+
+  // Steps that are loaded before they are needed (bwd_dq.cuh).
+  [[nodiscard]] int ahead() const { return c_.q_stages - 1; }
 
   const HeadData& data_;
   int first_key_;

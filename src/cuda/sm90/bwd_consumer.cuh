@@ -18,8 +18,11 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
                                                   const BwdShared<C>& shared, int consumer) {
   constexpr int kD = C.head_dim;
   constexpr int kBlocks = C.key_blocks;
-  // Loading delta before dP is there needs registers that f16's conversions or softcap take.
-  constexpr bool kDeltaAhead = std::is_same_v<T, __nv_bfloat16> && !C.softcap;
+  // Whether lse, delta and dS go ahead of the products that are issued next to them: reads of
+  // shared memory, and fences for what was written there, wait behind the operands of wgmma.
+  constexpr bool kEarly = kBlocks == 2;
+  // Loading delta before dP is there needs registers that softcap or f16's conversions take.
+  constexpr bool kDeltaAhead = !C.softcap && (std::is_same_v<T, __nv_bfloat16> || kEarly);
   constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
   using QTile = tile::SwizzledTile<kBlockM>;
   using KTile = tile::SwizzledTile<C.block_n()>;
@@ -66,8 +69,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::named_barrier_arrive<256>(2 - consumer);
     }
   };
+  // Not "lane 0": ptxas would work the lane out again in the loop, which waits for the operands of
+  // wgmma.
   const auto arrive = [&](std::uint32_t barrier) {
-    if (lane == 0) {
+    if (ptx::elect_one()) {
       ptx::mbarrier_arrive(barrier);
     }
   };
@@ -97,27 +102,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   float s[32];
   float2 rows[8];
   std::uint32_t rp[16];
-  std::uint32_t own_rds[16];  // unused if in place
-  std::uint32_t(&rds)[16] = [&]() -> std::uint32_t(&)[16] {
-    if constexpr (C.in_place) {
-      return rp;
-    } else {
-      return own_rds;
-    }
-  }();
+  std::uint32_t rds[16];
   if (consumer == 1) {
     token_pass();
   }
-  ptx::mbarrier_wait(shared.k_full(), 0);
-  ptx::mbarrier_wait(shared.q_full(0), 0);
-  ptx::wgmma_fence();
-  tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(s, desc_k, desc_q);
-  ptx::wgmma_commit();
-  load_row_statistic(rows, lse);
-  ptx::mbarrier_wait(shared.v_full(), 0);
-  ptx::wgmma_wait<0>();
-  ptx::pin(s);
-
   // What the steady loop needs of the tile, in registers: loads from shared memory wait long behind
   // the operands of wgmma. `left` counts the query blocks of a head down, or in ordered kernels,
   // which go through the heads inside of a block, all steps; those from full_begin on, full_count
@@ -133,28 +121,38 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   const int steps_per_block = C.ordered ? static_cast<int>(p.group) : 1;
   const int full_count = max(full_end - full_begin, 0) * steps_per_block;
   full_begin = (full_begin - tile.m_begin) * steps_per_block;
-  int left = (tile.m_end - tile.m_begin) * steps_per_block - 1;
-  int remaining = tile.num_steps;  // unused in ordered kernels
+  const int top = (tile.m_end - tile.m_begin) * steps_per_block - 1;
+  // Broadcasts, since what is the same in all lanes can stay in uniform registers.
+  full_begin = __shfl_sync(0xffffffffU, full_begin, 0);
+  int left = top;
+  int remaining = __shfl_sync(0xffffffffU, tile.num_steps, 0);
   const auto block = [&]<int x>() {
   // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
     for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
          r > 0; --r) {
-      mask_s(s, tile, 128 * x + 64 * consumer + warp * 16 + lane / 4,
-             (left / steps_per_block + tile.m_begin) * kBlockM + lane % 4 * 2,
+      // From the index afresh: there is no register to keep it in.
+      const int t = ptx::thread_index() - 128;  // of the consumers' 256
+      mask_s(s, tile, 128 * x + t / 32 * 16 + t % 32 / 4,
+             (left / steps_per_block + tile.m_begin) * kBlockM + t % 4 * 2,
              hidden_logit<C.softcap>(p.scale_log2));
     }
-    // (2)
+    // (2). kEarly: the exponents first, since delta goes to the registers of lse.
+    const auto exponentials = [&](int i, float exponent0, float exponent1) {
+      rp[i] = ptx::pack<T>(ptx::exp2_approx(exponent0), ptx::exp2_approx(exponent1));
+      // Rounding may lift huge logits above their lse.
+      rp[i] = ptx::min_packed<T>(rp[i], kOnes);
+    };
     std::uint32_t factor[4];  // of (4), with softcap
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 row = rows[i / 2];
       float factor0;
       float factor1;
-      const float p0 =
-          exponentiate<C.softcap>(s[2 * i], row.x, scale_log2, p.scale_softcap, &factor0);
-      const float p1 =
-          exponentiate<C.softcap>(s[2 * i + 1], row.y, scale_log2, p.scale_softcap, &factor1);
+      const float exponent0 =
+          exponent<C.softcap>(s[2 * i], row.x, scale_log2, p.scale_softcap, &factor0);
+      const float exponent1 =
+          exponent<C.softcap>(s[2 * i + 1], row.y, scale_log2, p.scale_softcap, &factor1);
       if constexpr (C.softcap) {
         factor[i % 4] = ptx::pack<T>(factor0, factor1);
         if (i % 4 == 3) {
@@ -162,25 +160,32 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
                             factor[3]);
         }
       }
-      rp[i] = ptx::pack<T>(p0, p1);
-      // Rounding may lift huge logits above their lse.
-      rp[i] = ptx::min_packed<T>(rp[i], kOnes);
+      if constexpr (kEarly) {
+        s[2 * i] = exponent0;
+        s[2 * i + 1] = exponent1;
+      } else {
+        exponentials(i, exponent0, exponent1);
+      }
+    }
+    if constexpr (kEarly) {
+      ptx::pin(s);
+    }
+    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
+    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
+    if constexpr (x == 0) {
+      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
+    }
+    if constexpr (kEarly) {
+      load_row_statistic(rows, delta);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        exponentials(i, s[2 * i], s[2 * i + 1]);
+      }
     }
     ptx::pin(rp);
 
     // (3), (5)
-    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
-    float own_dp[32];  // unused if in place
-    float(&dp)[32] = [&]() -> float(&)[32] {
-      if constexpr (C.in_place) {
-        return s;
-      } else {
-        return own_dp;
-      }
-    }();
-    if constexpr (x == 0) {
-      ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
-    }
+    float dp[32];
     const std::uint64_t stage = static_cast<std::uint64_t>(ring.stage()) * kStage;
     const std::uint64_t do_offset = static_cast<std::uint64_t>(do_stage) * kStage;
     token_wait();
@@ -192,14 +197,16 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     tile::gemm_registers<kD, kBlockM, T, QTile>(dv[x], rp, desc_do_mn + do_offset);
     ptx::wgmma_commit();
     token_pass();
-    const std::uint32_t delta = lse + kDelta + static_cast<std::uint32_t>(do_stage) * (kBlockM * 4);
-    if constexpr (kDeltaAhead) {
+    if constexpr (kDeltaAhead && !kEarly) {
       load_row_statistic(rows, delta);
     }
-    const auto dv_done = [&] {
-      ptx::pin(rp);
-      ptx::pin(dv[x]);
-    };
+    Ring<C.q_stages> next = ring;
+    if constexpr (x == kBlocks - 1) {
+      next.advance();
+      if constexpr (kEarly) {
+        ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
+      }
+    }
     ptx::wgmma_wait<1>();
     ptx::pin(dp);
 
@@ -227,26 +234,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         ds0 *= f.x;
         ds1 *= f.y;
       }
-      if constexpr (C.in_place) {
-        // P's registers are still read by (5).
-        dp[2 * i] = ds0;
-        dp[2 * i + 1] = ds1;
-      } else {
-        rds[i] = ptx::pack<T>(ds0, ds1);
-      }
-    }
-    if constexpr (C.in_place) {
-      ptx::pin(dp);
-      ptx::wgmma_wait<0>();
-      dv_done();
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        rds[i] = ptx::pack<T>(dp[2 * i], dp[2 * i + 1]);
-      }
-    }
-    Ring<C.q_stages> next = ring;
-    if constexpr (x == kBlocks - 1) {
-      next.advance();
+      rds[i] = ptx::pack<T>(ds0, ds1);
     }
     ptx::mbarrier_wait(shared.ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
     const std::uint32_t ds_address =
@@ -256,8 +244,30 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
                         rds[4 * k + 2], rds[4 * k + 3]);
     }
-    if constexpr (x == kBlocks - 1) {
+    const auto announce_ds = [&] {
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if constexpr (C.consumers_send()) {
+        ptx::mbarrier_wait(shared.peer_ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
+        if (lane == 0) {  // whose ds_address is that of the warp's 16 rows
+          ptx::bulk_copy_to_cta(ds_address + (C.peer_ds_offset() - C.ds_offset()), ds_address,
+                                16 * tile::kBoxRowBytes, shared.peer_ds_full(ds_ring.stage()),
+                                ptx::cluster_rank() ^ 1U);
+        }
+        __syncwarp();
+      }
+      arrive(shared.ds_full(ds_ring.stage()));
+      ds_ring.advance();
+    };
+    const auto load_next_lse = [&] {
+      load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
+    };
+    if constexpr (x == kBlocks - 1 && !kEarly) {
       ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
+    }
+    if constexpr (kEarly) {
+      announce_ds();
+      load_next_lse();
     }
 
     // (6), and (1) of the next block; after the last step on a stale stage, unused.
@@ -265,23 +275,12 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     ptx::wgmma_fence();
     tile::gemm_registers<kD, kBlockM, T, QTile>(dk[x], rds, desc_q_mn + stage);
     ptx::wgmma_commit();
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if constexpr (C.consumers_send()) {
-      ptx::mbarrier_wait(shared.peer_ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
-      if (lane == 0) {  // whose ds_address is that of the warp's 16 rows
-        ptx::bulk_copy_to_cta(ds_address + (C.peer_ds_offset() - C.ds_offset()), ds_address,
-                              16 * tile::kBoxRowBytes, shared.peer_ds_full(ds_ring.stage()),
-                              ptx::cluster_rank() ^ 1U);
-      }
-      __syncwarp();
+    if constexpr (!kEarly) {
+      announce_ds();
     }
-    arrive(shared.ds_full(ds_ring.stage()));
-    ds_ring.advance();
-    if constexpr (!C.in_place) {
-      ptx::wgmma_wait<1>();
-      dv_done();
-    }
+    ptx::wgmma_wait<1>();
+    ptx::pin(rp);
+    ptx::pin(dv[x]);
     if constexpr (x == kBlocks - 1) {
       release(shared.do_empty(do_stage));
     }
@@ -291,7 +290,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
     ptx::wgmma_commit();
     token_pass();
-    load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
+    if constexpr (!kEarly) {
+      load_next_lse();
+    }
     ptx::wgmma_wait<1>();
     ptx::pin(rds);
     ptx::pin(dk[x]);
@@ -305,37 +306,51 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       own_do_ring.advance();
     }
   };
+  if (remaining > 0) {  // Always true; without it ptxas serialises the products of head dim 64.
+    ptx::mbarrier_wait(shared.k_full(), 0);
+    ptx::mbarrier_wait(shared.q_full(0), 0);
+    ptx::wgmma_fence();
+    tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(s, desc_k, desc_q);
+    ptx::wgmma_commit();
+    load_row_statistic(rows, lse);
+    ptx::mbarrier_wait(shared.v_full(), 0);
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
 #pragma unroll 1
-  do {
-    block.template operator()<0>();
-    if constexpr (kBlocks == 2) {
-      block.template operator()<1>();
-    }
-    --left;
-    if (!C.ordered && left < 0) {
-      left = tile.m_end - 1 - tile.m_begin;
-    }
-  } while (C.ordered ? left >= 0 : --remaining > 0);
+    do {
+      block.template operator()<0>();
+      if constexpr (kBlocks == 2) {
+        block.template operator()<1>();
+      }
+      --left;
+      if (!C.ordered && left < 0) {
+        left = top;
+      }
+    } while (--remaining > 0);
+  }
   if (consumer == 0) {
     token_wait();  // consumer 1 passed once more than it waited
   }
 
+  // Both afresh, so that the loop needs no registers for them.
+  const int end_thread = ptx::thread_index() % 128;
+  const int end_consumer = __shfl_sync(0xffffffffU, ptx::thread_index() / 128, 0) - 1;
   // dv goes through this consumer's own rows of V; K is still read by the dq warpgroup.
 #pragma unroll
   for (int x = 0; x < kBlocks; ++x) {
-    const int key = 128 * x + 64 * consumer;
+    const int key = 128 * x + 64 * end_consumer;
     if (p.dv) {
       store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
-                                     shared.v(), key, 3 + consumer, thread);
+                                     shared.v(), key, 3 + end_consumer, end_thread);
     }
   }
   ptx::mbarrier_wait(shared.done(), 0);
 #pragma unroll
   for (int x = 0; x < kBlocks; ++x) {
-    const int key = 128 * x + 64 * consumer;
+    const int key = 128 * x + 64 * end_consumer;
     if (p.dk) {
       store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
-                                     shared.k(), key, 3 + consumer, thread);
+                                     shared.k(), key, 3 + end_consumer, end_thread);
     }
   }
 }

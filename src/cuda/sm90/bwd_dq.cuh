@@ -35,7 +35,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   using DsTile = tile::SwizzledTile<BwdConfig::kKeysPerDs>;
   using tile::Start;
   constexpr int kKeys = BwdConfig::kKeysPerDs;
-  constexpr int kAhead = 2;
+  constexpr int kAhead = C.q_stages - 1;
   constexpr int kNumBoxes = C.head_dim / 64;
   // From the thread's index afresh: a value that the kernel shares among roles may be spilled, and
   // a reload in the loop waits behind the additions to global memory (H200: 5 % of the time).
@@ -65,10 +65,12 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   // full, cool, TFLOP/s: at once 593, under the first product 650, under the last 669.
   int slot_before = -1;
   int turn_before = 0;
-  const auto pass_turn = [&] {
+  // Two warps wait for that fence in alternate steps, not the one that loads; with a cluster there
+  // is no register for that.
+  const auto pass_turn = [&](int step) {
     if (C.ordered && adds && slot_before >= 0) {
       ptx::named_barrier_sync<128>(5);
-      if (warp == 3 && lane == 0) {
+      if (warp == (C.cluster == 1 ? 2 + step % 2 : 3) && lane == 0) {
         ptx::store_release(p.order.counters + 2 * slot_before + rank,
                            static_cast<std::uint32_t>(turn_before + 1));
       }
@@ -146,7 +148,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           dq, DsTile::mn_major_descriptor(shared.peer_ds(0)) + ds_stage,
           KTile::mn_major_descriptor(shared.peer_k()));
       ptx::wgmma_commit();
-      pass_turn();
+      pass_turn(step);
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
       if (lane == 0) {
@@ -186,7 +188,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
             __syncwarp();
           }
           if (box == 0 && x == C.key_blocks - 1) {
-            pass_turn();
+            pass_turn(step);
           }
           ptx::wgmma_wait<0>();
           ptx::pin(dq);
@@ -210,7 +212,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       }
     }
   }
-  pass_turn();
+  pass_turn(tile.num_steps);
   if (lane == 0) {
     ptx::mbarrier_arrive(shared.done());
   }

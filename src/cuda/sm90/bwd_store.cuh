@@ -131,10 +131,10 @@ __device__ __forceinline__ void store_zeros(const Tensor& out, const KeyTile& ti
   }
 }
 
-// 2^(capped logit) of (2) in bwd.cuh and, with softcap, the factor of (4).
+// The exponent of (2) in bwd.cuh and, with softcap, the factor of (4).
 template <bool kSoftcap>
-__device__ __forceinline__ float exponentiate(float s, float neg_lse_log2, float scale_log2,
-                                              float scale_softcap, float* factor) {
+__device__ __forceinline__ float exponent(float s, float neg_lse_log2, float scale_log2,
+                                          float scale_softcap, float* factor) {
   if constexpr (kSoftcap) {
     // tanh(a) = 1 - 2 / (1 + exp(2 a)). A masked logit is told by its value, since it would be
     // capped.
@@ -144,7 +144,14 @@ __device__ __forceinline__ float exponentiate(float s, float neg_lse_log2, float
     *factor = 1.0F - t * t;
     s = s == -INFINITY ? s : t;
   }
-  return ptx::exp2_approx(fmaf(s, scale_log2, neg_lse_log2));
+  return fmaf(s, scale_log2, neg_lse_log2);
+}
+
+// 2^exponent.
+template <bool kSoftcap>
+__device__ __forceinline__ float exponentiate(float s, float neg_lse_log2, float scale_log2,
+                                              float scale_softcap, float* factor) {
+  return ptx::exp2_approx(exponent<kSoftcap>(s, neg_lse_log2, scale_log2, scale_softcap, factor));
 }
 
 // What mask_s puts where nothing is visible.

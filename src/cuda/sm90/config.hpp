@@ -23,7 +23,6 @@ struct BwdConfig {
   int do_stages;  // of dO and delta
   int ds_stages;  // of dS on its way to the dq warpgroup, 128 keys each
   bool ping_pong;  // the consumers take turns at issuing products
-  bool in_place;   // dP takes the registers of S, and dS those of P once dV has read them
   bool softcap;
   bool ordered;  // dq is added in a fixed order and finished here (bwd_order.cuh)
   int consumer_registers;
