@@ -165,7 +165,8 @@ KernelTime main_kernel(const Call& call, const Device& device) {
   const auto sms = static_cast<int>(device.sm_count);
   const TileSize tile{.keys = kernel.keys,
                       .cluster = kernel.ctas,
-                      .max_round = std::clamp(sms / (2 * kernel.ctas), 1, 32)};
+                      .max_round = std::clamp(sms / (2 * kernel.ctas), 1, 32),
+                      .slots = sms / kernel.ctas};
   const int processors = sms / kernel.ctas;
   problem.section = kernel_section(problem, policy, tile, processors, device.l2_bytes);
   const std::vector<WorkTile> tiles = launch_order(problem, policy, tile);

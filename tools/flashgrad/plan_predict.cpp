@@ -63,7 +63,7 @@ plan::ResultFile read_file(const ResultPath& file) {
     return plan::read_results(text);
   } catch (const std::invalid_argument& error) {
     if (file.of_folder) {
-      return {{}, {printable(error.what(), 200)}};
+      return {{}, {"no times of calls in a form that is known"}};
     }
     throw Error(fmt::format("--results: '{}': {}", printable(path), printable(error.what(), 500)));
   }
