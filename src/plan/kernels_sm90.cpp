@@ -25,7 +25,12 @@ constexpr double kSoftmaxLanes = 7.5;
 Kernel wide_backward(int d, int dv) {
   constexpr int kRows = sm90::kBlockM;
   constexpr int kKeys = sm90::kWideKeys;
-  constexpr int kResident = 64;  // kResidentColumns
+  // WideShared's kAhead, kResidentK and kResidentV, kSlots, and the stages.
+  const bool ahead = d == 192 && dv == 128;
+  const int resident = ahead ? 128 : 64;
+  const int slots = ahead ? 4 : 2;
+  const int q_stages = d == 256 ? 3 : 4;
+  const int do_stages = d == 256 ? 2 : ahead ? 4 : 3;
   const auto shared = Space::kShared;
   const auto registers = Space::kRegisters;
   Kernel kernel{
@@ -36,12 +41,13 @@ Kernel wide_backward(int d, int dv) {
       .keys = kKeys,
       .head_dim = d,
       .ctas = 2};
-  kernel.products = {{"S, resident", kKeys, kRows, kResident, registers, shared, registers},
-                     {"S", kKeys, kRows, d - kResident, shared, shared, registers},
-                     {"dP, resident", kKeys, kRows, kResident, registers, shared, registers},
-                     {"dP", kKeys, kRows, dv - kResident, shared, shared, registers},
+  kernel.products = {{"S, resident", kKeys, kRows, resident, registers, shared, registers},
+                     {"S", kKeys, kRows, d - resident, shared, shared, registers},
+                     {"dP, resident", kKeys, kRows, resident, registers, shared, registers},
+                     {"dP", kKeys, kRows, dv - resident, shared, shared, registers},
                      {"dV", kKeys, dv, kRows, registers, shared, registers},
                      {"dK", kKeys, d, kRows, registers, shared, registers}};
+  std::erase_if(kernel.products, [](const Product& p) { return p.depth == 0; });
   const double ds = half(kRows, kKeys);
   const double landing = half(kRows, d) + half(kRows, dv);
   kernel.shared_traffic = {{"P written for the other warpgroup", Use::kWritten, ds},
@@ -52,13 +58,11 @@ Kernel wide_backward(int d, int dv) {
   kernel.global_traffic = {{"Q and dO", Level::kL2Load, landing / kernel.ctas},
                            {"dS", Level::kHbm, ds}};
   kernel.fp32_operations = kSoftmaxLanes * kernel.pairs();
-  const int q_stages = d == 256 ? 3 : 4;
-  const int do_stages = d == 256 ? 2 : 3;
-  kernel.shared_buffers = {{"K and V, not resident", half(kKeys, d + dv - 2 * kResident)},
+  kernel.shared_buffers = {{"K and V, not resident", half(kKeys, d + dv - 2 * resident)},
                            {"Q", q_stages * half(kRows, d)},
                            {"dO", do_stages * half(kRows, dv)},
-                           {"P, then dS, 2 slots", 2 * ds},
-                           {"lse, delta", 2.0 * 4 * kRows * 4},
+                           {"P, then dS, " + std::to_string(slots) + " slots", slots * ds},
+                           {"lse, delta", 2.0 * (ahead ? 8 : 4) * kRows * 4},
                            {"barriers and the tile", 512}};
   kernel.warpgroups = {{"S and dV", 232}, {"dP and dK", 232}, {"loads", 40}};
   kernel.workers = 1;  // what one makes the other waits for
@@ -70,7 +74,7 @@ Kernel wide_backward(int d, int dv) {
 Kernel wide_dq(int d) {
   constexpr int kRows = sm90::kWideDqRows;
   constexpr int kKeys = sm90::kWideKeys;
-  constexpr int kStages = 4;
+  const int stages = d == 256 ? 3 : 4;
   Kernel kernel{.name = "sm90-backward-wide-dq-D" + std::to_string(d),
                 .description = "128x64, dq out of the dS in global memory",
                 .queries = kRows,
@@ -83,8 +87,10 @@ Kernel wide_dq(int d) {
   const double k = half(kKeys, d);
   kernel.shared_traffic = {{"dS and K land", Use::kLanding, ds + k}};
   kernel.global_traffic = {{"dS", Level::kHbm, ds}, {"K", Level::kL2Load, k / kernel.ctas}};
-  kernel.shared_buffers = {{"dS and K", kStages * (ds + k)}, {"barriers and the tile", 512}};
-  kernel.warpgroups = {{"consumer 0", 232}, {"consumer 1", 232}, {"loads", 40}};
+  kernel.shared_buffers = {{"dS and K", stages * (ds + k)},
+                           {"dq on its way out", half(kRows, d)},
+                           {"barriers and two tiles", 512}};
+  kernel.warpgroups = {{"consumer 0", 208}, {"consumer 1", 208}, {"loads", 88}};
   kernel.has_softmax = false;
   kernel.workers = 2;
   kernel.tile_bytes = half(kRows, d);

@@ -256,5 +256,20 @@ TEST(WideBackward, WithoutDqOrKeysNothingIsKept) {
   EXPECT_EQ(sm90::preferred_wide_room(p, kMultiprocessors), 0);
 }
 
+TEST(WideDqTileNumber, EveryTileOnceWhateverTheGrid) {
+  for (const int clusters : {1, 2, 66}) {
+    for (const int num_tiles : {1, 65, 66, 67, 131, 132, 133, 500}) {
+      std::vector<int> times(static_cast<std::size_t>(num_tiles), 0);
+      for (int cluster = 0; cluster < clusters; ++cluster) {
+        for (int round = 0; sm90::wide_dq_tile_number(round, cluster, clusters) < num_tiles;
+             ++round) {
+          ++times[static_cast<std::size_t>(sm90::wide_dq_tile_number(round, cluster, clusters))];
+        }
+      }
+      EXPECT_EQ(times, std::vector<int>(static_cast<std::size_t>(num_tiles), 1));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace flashgrad

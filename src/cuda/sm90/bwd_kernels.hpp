@@ -25,7 +25,7 @@ Status launch_bwd_wide(int cluster, bool softcap, DType dtype, const BwdMaps& ma
                        const BwdParams& params, const WidePass& pass, void* stream);
 // What that pass gives to dq, from dS.
 template <int kD>
-Status launch_bwd_wide_dq(int cluster, DType dtype, const BwdMaps& maps,
+Status launch_bwd_wide_dq(int cluster, int num_multiprocessors, DType dtype, const BwdMaps& maps,
                           const BwdQueryParams& params, const WidePass& pass, void* stream);
 // dq alone, for head dims padded to `padded_head_dim`: 64, 128 or 256.
 Status launch_bwd_query(int padded_head_dim, bool softcap, DType dtype, const BwdMaps& maps,

@@ -405,7 +405,7 @@ Status run(const Problem& p, const Args& args) {
     wide = make_wide_plan(p, device.num_multiprocessors,
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
-                                   reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
+                                   reinterpret_cast<std::uint8_t*>(room), device));
   } else if (plan.has_main(p)) {
     FG_RETURN_IF_ERROR(run_main(p, args, plan, main));
   }

@@ -8,22 +8,25 @@
 // P^T crosses from 0 to 1 as packed 16-bit through slots in shared memory, each thread reading what
 // the same thread of the other warpgroup wrote; dS^T is written over it and copied from there by
 // the copy engine, as the swizzled image that the dq kernel wants back. (2) and (4) feed (5) and
-// (6) 16 queries at a time. The first 64 columns of K and V stay in registers, which frees shared
-// memory for a third stage of Q.
+// (6) 16 queries at a time. The first columns of K and V stay in registers, which frees shared
+// memory for stages and takes reads off it: the operands of wgmma and everything else that goes
+// through shared memory need more of its cycles than the products take. Where registers allow
+// (kAhead), (1) of the next step is issued before (2) of this one.
 //
 // A cluster of two CTAs, which hold neighbouring keys, shares the loads of Q and dO (multicast) and
 // nothing else: the bits do not depend on it.
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per):
-//   k_full, v_full   1; loader -> P, dS; once
-//   q_full, do_full  1; loader -> both; step and piece of 128 columns
-//   q_empty          8 (cluster: 16, of both CTAs); P after (1), dS after (6) -> loader; step; that
-//                    of the last stage once more, when the resident columns have been read
+//   q_full, do_full  1; loader -> both; step and piece of 128 columns. K and V come first, as if
+//                    they were Q and dO of a step -1; their columns that are not resident go to
+//                    places of their own, with the first piece
+//   q_empty          8 (cluster: 16, of both CTAs); P after (1), dS after (6) -> loader; step
 //   do_empty         8 (16); dS after (3), P after (5) -> loader; step
-//   p_full           4; P -> dS; step, slot = step mod 2
+//   p_full           4; P -> dS; step, slot = step mod kSlots
 //   p_empty          4; dS, when the copy engine has read the slot -> P; step
 //   landing          1; loader -> loader, for tiles with rows to clear
-// Named barriers: 3, 4 the epilogue of P and dS, 5 both.
+//   done             8; P and dS after their last products -> both; once
+// Named barriers: 3, 4 the epilogue of P and dS.
 #pragma once
 
 #include "cuda/sm90/bwd_store.cuh"
@@ -44,26 +47,37 @@ __device__ __forceinline__ void wide_release(std::uint32_t barrier, int lane) {
   }
 }
 
-// The resident columns of K or V as A fragments: 16 columns in each four registers.
+// Waits for the products of both roles: then the stages are free for the epilogue.
 template <class Shared>
-__device__ __forceinline__ void load_resident(std::uint32_t (&a)[16], std::uint32_t box,
-                                              const Shared& shared, int warp, int lane) {
+__device__ __forceinline__ void wide_products_done(const Shared& shared, int lane) {
+  __syncwarp();
+  if (lane == 0) {
+    ptx::mbarrier_arrive(shared.done());
+  }
+  ptx::mbarrier_wait(shared.done(), 0);
+  __syncwarp();
+}
+
+// The resident columns of K or V as A fragments: 16 columns in each four registers.
+template <int kColumns>
+__device__ __forceinline__ void load_resident(std::uint32_t (&a)[kColumns / 4], std::uint32_t box,
+                                              int warp, int lane) {
   using Tile = tile::SwizzledTile<64>;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < kColumns / 16; ++k) {
     const auto at =
         static_cast<std::uint32_t>(Tile::offset(warp * 16 + lane % 16, 16 * k + lane / 16 * 8));
     ptx::load_matrix(box + at, a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]);
   }
   ptx::fence_proxy_async();
   __syncwarp();
-  wide_release<Shared::kCluster>(shared.q_empty(Shared::kQStages - 1), lane);
 }
 
-// D (64 x 64) = A B^T over pieces of 128 columns, each awaited by wait(piece): A's first 64 columns
-// from registers, the others in shared memory like B.
-template <int kColumns, class T, class Wait>
-__device__ __forceinline__ void gemm_resident(float (&d)[32], const std::uint32_t (&resident)[16],
+// D (64 x 64) = A B^T over pieces of 128 columns, each awaited by wait(piece): A's first kResident
+// columns from registers, the others in shared memory like B.
+template <int kColumns, int kResident, class T, class Wait>
+__device__ __forceinline__ void gemm_resident(float (&d)[32],
+                                              const std::uint32_t (&resident)[kResident / 4],
                                               std::uint64_t desc_a, std::uint64_t desc_b,
                                               Wait&& wait) {
   using Tile = tile::SwizzledTile<64>;
@@ -76,12 +90,19 @@ __device__ __forceinline__ void gemm_resident(float (&d)[32], const std::uint32_
     const std::uint64_t b = desc_b + Tile::k_major_step(k);
     if (k == 0) {
       ptx::wgmma_rs<64, T, false, 0>(d, resident, b);
-    } else if (k < kResidentColumns / 16) {
+    } else if (k < kResident / 16) {
       ptx::wgmma_rs<64, T, true, 0>(d, resident + 4 * k, b);
     } else {
-      ptx::wgmma_ss<64, T, true, 0, 0>(d, desc_a + Tile::k_major_step(k - kResidentColumns / 16),
-                                       b);
+      ptx::wgmma_ss<64, T, true, 0, 0>(d, desc_a + Tile::k_major_step(k - kResident / 16), b);
     }
+  }
+}
+
+// What a thread needs of lse or delta of a query block.
+__device__ __forceinline__ void load_row_statistic(float2 (&rows)[8], std::uint32_t address) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    rows[j] = ptx::load_shared_float2(address + static_cast<std::uint32_t>(j * 32));
   }
 }
 
@@ -90,17 +111,28 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
                                             const Shared& shared, int thread) {
   using Tile = tile::SwizzledTile<64>;
   constexpr int kDv = Shared::kHeadDimV;
+  constexpr int kResident = Shared::kResidentK;
+  constexpr bool kAhead = Shared::kAhead;
   constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
-  const int lane = thread % 32;
+  const int lane = ptx::thread_index() % 32;
   const int warp = __shfl_sync(0xffffffffU, thread / 32, 0);
   float dv[kDv / 2];
 #pragma unroll
   for (float& x : dv) {
     x = 0;
   }
-  std::uint32_t resident[16];
-  ptx::mbarrier_wait(shared.k_full(), 0);
-  load_resident(resident, shared.resident_k(), shared, warp, lane);
+  std::uint32_t resident[kResident / 4];
+  Ring<Shared::kQStages> q_ring;
+  Ring<Shared::kDoStages> do_ring;
+#pragma unroll
+  for (int piece = 0; piece < Shared::kQPieces; ++piece) {
+    ptx::mbarrier_wait(shared.q_full(q_ring.stage(), piece), q_ring.parity());
+  }
+  load_resident<kResident>(resident, shared.q(q_ring.stage()), warp, lane);
+  wide_release<Shared::kCluster>(shared.q_empty(q_ring.stage()), lane);
+  q_ring.advance();
+  wide_release<Shared::kCluster>(shared.do_empty(do_ring.stage()), lane);  // V is the other's
+  do_ring.advance();
   const std::uint64_t desc_k = Tile::k_major_descriptor(shared.k());
   const std::uint64_t desc_q = Tile::k_major_descriptor(shared.q(0));
   const std::uint64_t desc_do = Tile::mn_major_descriptor(shared.dout(0));
@@ -109,50 +141,73 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
   const int blocks = tile.m_end - tile.m_begin;
   const int num_steps = tile.num_steps;
   int left = blocks - 1;
-  Ring<Shared::kQStages> q_ring;
-  Ring<Shared::kDoStages> do_ring;
   int previous_do = 0;
   int step = 0;
-#pragma unroll 1
-  do {
-    // (1)
-    const int q_stage = q_ring.stage();
-    float s[32];
-    gemm_resident<Shared::kHeadDim, T>(
-        s, resident, desc_k, desc_q + static_cast<std::uint64_t>(q_stage) * (Shared::kQBytes / 16),
-        [&](int piece) { ptx::mbarrier_wait(shared.q_full(q_stage, piece), q_ring.parity()); });
+  const auto issue_s = [&](float(&s)[32], int stage, std::uint32_t parity) {  // (1)
+    gemm_resident<Shared::kHeadDim, kResident, T>(
+        s, resident, desc_k, desc_q + static_cast<std::uint64_t>(stage) * (Shared::kQBytes / 16),
+        [&](int piece) { ptx::mbarrier_wait(shared.q_full(stage, piece), parity); });
     ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    if (step > 0) {
-      wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);  // (5) of the step before
+  };
+  // S of this step is in flight, with kAhead before (5) of the step before, else behind it.
+  const auto rest_of_step = [&](float(&s)[32], float(&next)[32]) {
+    const std::uint32_t lse = shared.lse(step) + static_cast<std::uint32_t>(lane % 4 * 8);
+    float2 rows[8];
+    if constexpr (kAhead) {
+      load_row_statistic(rows, lse);
     }
-    ptx::wgmma_wait<0>();
-    ptx::pin(s);
-    wide_release<Shared::kCluster>(shared.q_empty(q_stage), lane);
+    const int q_stage = q_ring.stage();
+    const std::uint32_t q_parity = q_ring.parity();
+    q_ring.advance();
+    if constexpr (!kAhead) {
+      ptx::wgmma_wait<1>();
+      if (step > 0) {
+        wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
+      wide_release<Shared::kCluster>(shared.q_empty(q_stage), lane);
+    } else {
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
+      if (step > 0) {
+        wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
+      }
+    }
 #pragma unroll 1
     for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
          r > 0; --r) {
       mask_s(s, tile, warp * 16 + lane / 4, (left + tile.m_begin) * kBlockM + lane % 4 * 2,
              hidden_logit<kSoftcap>(p.scale_log2));
     }
-    const int slot = step % 2;
+    if constexpr (kAhead) {
+      // In the last step this step's again, unused: ptxas wants no way around a product.
+      const bool more = step + 1 < num_steps;
+      issue_s(next, more ? q_ring.stage() : q_stage, more ? q_ring.parity() : q_parity);
+      wide_release<Shared::kCluster>(shared.q_empty(q_stage), lane);
+    }
+    const int slot = step % Shared::kSlots;
     const int do_stage = do_ring.stage();
-    ptx::mbarrier_wait(shared.p_empty(slot), (static_cast<std::uint32_t>(step / 2) & 1U) ^ 1U);
+    ptx::mbarrier_wait(shared.p_empty(slot),
+                       (static_cast<std::uint32_t>(step / Shared::kSlots) & 1U) ^ 1U);
 #pragma unroll
     for (int piece = 0; piece < Shared::kDoPieces; ++piece) {
       ptx::mbarrier_wait(shared.do_full(do_stage, piece), do_ring.parity());
     }
     // (2) and (5), 16 queries at a time
-    const std::uint32_t lse = shared.lse(step) + static_cast<std::uint32_t>(lane % 4 * 8);
     const std::uint64_t desc_b =
         desc_do + static_cast<std::uint64_t>(do_stage) * (Shared::kDoBytes / 16);
     std::uint32_t rp[16];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       std::uint32_t factor[4];
+      if constexpr (!kAhead) {
+        rows[2 * k] = ptx::load_shared_float2(lse + 2 * k * 32);
+        rows[2 * k + 1] = ptx::load_shared_float2(lse + (2 * k + 1) * 32);
+      }
 #pragma unroll
       for (int i = 4 * k; i < 4 * k + 4; ++i) {
-        const float2 row = ptx::load_shared_float2(lse + i / 2 * 32);
+        const float2 row = rows[i / 2];
         float factor0;
         float factor1;
         const float p0 =
@@ -180,15 +235,35 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     }
     ptx::wgmma_commit();
     previous_do = do_stage;
-    q_ring.advance();
     do_ring.advance();
     if (--left < 0) {
       left = blocks - 1;
     }
-  } while (++step < num_steps);
+    ++step;
+  };
+  if constexpr (kAhead) {
+    float s[2][32];
+    ptx::pin(dv);
+    issue_s(s[0], q_ring.stage(), q_ring.parity());
+#pragma unroll 1
+    do {
+      rest_of_step(s[0], s[1]);
+      if (step == num_steps) {
+        break;
+      }
+      rest_of_step(s[1], s[0]);
+    } while (step < num_steps);
+  } else {
+#pragma unroll 1
+    do {
+      float s[32];
+      issue_s(s, q_ring.stage(), q_ring.parity());
+      rest_of_step(s, s);
+    } while (step < num_steps);
+  }
   ptx::wgmma_wait<0>();
   ptx::pin(dv);
-  ptx::named_barrier_sync<256>(5);
+  wide_products_done(shared, lane);
   if (p.dv) {  // through the stages of dO, which no one reads any more
     store_rows<kDv, 64, T>(dv, 1.0F, gradient_rows(p.dv, tile, 0, p.head_dim_v), shared.dout(0), 0,
                            3, thread);
@@ -200,17 +275,27 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
                                              std::uint8_t* ds, const Shared& shared, int thread) {
   using Tile = tile::SwizzledTile<64>;
   constexpr int kD = Shared::kHeadDim;
+  constexpr int kResident = Shared::kResidentV;
   const KeyTile& tile = wide_tile.keys;
-  const int lane = thread % 32;
+  const int lane = ptx::thread_index() % 32;
   const int warp = __shfl_sync(0xffffffffU, thread / 32, 0);
   float dk[kD / 2];
 #pragma unroll
   for (float& x : dk) {
     x = 0;
   }
-  std::uint32_t resident[16];
-  ptx::mbarrier_wait(shared.v_full(), 0);
-  load_resident(resident, shared.resident_v(), shared, warp, lane);
+  std::uint32_t resident[kResident / 4];
+  Ring<Shared::kQStages> q_ring;
+  Ring<Shared::kDoStages> do_ring;
+  wide_release<Shared::kCluster>(shared.q_empty(q_ring.stage()), lane);  // K is the other's
+  q_ring.advance();
+#pragma unroll
+  for (int piece = 0; piece < Shared::kDoPieces; ++piece) {
+    ptx::mbarrier_wait(shared.do_full(do_ring.stage(), piece), do_ring.parity());
+  }
+  load_resident<kResident>(resident, shared.dout(do_ring.stage()), warp, lane);
+  wide_release<Shared::kCluster>(shared.do_empty(do_ring.stage()), lane);
+  do_ring.advance();
   const std::uint64_t desc_v = Tile::k_major_descriptor(shared.v());
   const std::uint64_t desc_do = Tile::k_major_descriptor(shared.dout(0));
   const std::uint64_t desc_q = Tile::mn_major_descriptor(shared.q(0));
@@ -222,8 +307,6 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
   const int to_block_below = wide_tile.to_block_below;
   const int to_next_head = wide_tile.to_next_head;
   int left = blocks - 1;
-  Ring<Shared::kQStages> q_ring;
-  Ring<Shared::kDoStages> do_ring;
   int previous_q = 0;
   int step = 0;
 #pragma unroll 1
@@ -231,19 +314,32 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     // (3)
     const int do_stage = do_ring.stage();
     float dp[32];
-    gemm_resident<Shared::kHeadDimV, T>(
+    gemm_resident<Shared::kHeadDimV, kResident, T>(
         dp, resident, desc_v,
         desc_do + static_cast<std::uint64_t>(do_stage) * (Shared::kDoBytes / 16),
         [&](int piece) { ptx::mbarrier_wait(shared.do_full(do_stage, piece), do_ring.parity()); });
     ptx::wgmma_commit();
-    const int slot = step % 2;
+    float2 rows[8];
+    load_row_statistic(rows, shared.delta(step) + static_cast<std::uint32_t>(lane % 4 * 8));
+    const int slot = step % Shared::kSlots;
     if (step > 0 && lane == 0) {
       ptx::bulk_wait_read<0>();
-      ptx::mbarrier_arrive(shared.p_empty(slot ^ 1));
+      ptx::mbarrier_arrive(shared.p_empty((step - 1) % Shared::kSlots));
     }
     ptx::wgmma_wait<1>();
     if (step > 0) {
       wide_release<Shared::kCluster>(shared.q_empty(previous_q), lane);  // (6) of the step before
+    }
+    std::uint32_t rds[16];  // P, then dS
+    // While (3) still runs.
+    ptx::mbarrier_wait(shared.p_full(slot), static_cast<std::uint32_t>(step / Shared::kSlots) & 1U);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint4 packed = ptx::load_shared_uint4(shared.handover(slot, k, thread));
+      rds[4 * k] = packed.x;
+      rds[4 * k + 1] = packed.y;
+      rds[4 * k + 2] = packed.z;
+      rds[4 * k + 3] = packed.w;
     }
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
@@ -253,20 +349,9 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     for (int piece = 0; piece < Shared::kQPieces; ++piece) {
       ptx::mbarrier_wait(shared.q_full(q_stage, piece), q_ring.parity());
     }
-    ptx::mbarrier_wait(shared.p_full(slot), static_cast<std::uint32_t>(step / 2) & 1U);
-    std::uint32_t rds[16];  // P, then dS
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint4 packed = ptx::load_shared_uint4(shared.handover(slot, k, thread));
-      rds[4 * k] = packed.x;
-      rds[4 * k + 1] = packed.y;
-      rds[4 * k + 2] = packed.z;
-      rds[4 * k + 3] = packed.w;
-    }
     ptx::pin(rds);
     __syncwarp();  // other lanes' P is overwritten from here on
     // (4) and (6), 16 queries at a time
-    const std::uint32_t delta = shared.delta(step) + static_cast<std::uint32_t>(lane % 4 * 8);
     const std::uint64_t desc_b =
         desc_q + static_cast<std::uint64_t>(q_stage) * (Shared::kQBytes / 16);
 #pragma unroll
@@ -277,7 +362,7 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
       }
 #pragma unroll
       for (int i = 4 * k; i < 4 * k + 4; ++i) {
-        const float2 row = ptx::load_shared_float2(delta + i / 2 * 32);
+        const float2 row = rows[i / 2];
         const float2 p01 = ptx::unpack<T>(rds[i]);
         float ds0 = p01.x * (dp[2 * i] + row.x);
         float ds1 = p01.y * (dp[2 * i + 1] + row.y);
@@ -300,9 +385,9 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0 && ds != nullptr) {
-      const auto rows = static_cast<std::uint32_t>(warp) * (kDsImageBytes / 4);
-      ptx::bulk_store(ds + static_cast<std::int64_t>(image) * kDsImageBytes + rows,
-                      shared.slot(slot) + rows, kDsImageBytes / 4);
+      const auto rows_begin = static_cast<std::uint32_t>(warp) * (kDsImageBytes / 4);
+      ptx::bulk_store(ds + static_cast<std::int64_t>(image) * kDsImageBytes + rows_begin,
+                      shared.slot(slot) + rows_begin, kDsImageBytes / 4);
       ptx::bulk_commit();
     }
     image += left > 0 ? to_block_below : to_next_head;
@@ -318,8 +403,7 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
   if (lane == 0) {
     ptx::bulk_wait_read<0>();
   }
-  __syncwarp();
-  ptx::named_barrier_sync<256>(5);
+  wide_products_done(shared, lane);
   if (p.dk) {  // through the first stages of Q, which no one reads any more
     store_rows<kD, 64, T>(dk, p.scale, gradient_rows(p.dk, tile, 0, p.head_dim), shared.q(0), 0, 4,
                           thread);

@@ -6,7 +6,7 @@ namespace flashgrad::sm90 {
 
 template Status launch_bwd_wide<192, 192>(int, bool, DType, const BwdMaps&, const BwdParams&,
                                           const WidePass&, void*);
-template Status launch_bwd_wide_dq<192>(int, DType, const BwdMaps&, const BwdQueryParams&,
+template Status launch_bwd_wide_dq<192>(int, int, DType, const BwdMaps&, const BwdQueryParams&,
                                         const WidePass&, void*);
 
 }  // namespace flashgrad::sm90

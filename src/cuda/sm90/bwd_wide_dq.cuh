@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, dq for head dims above 128 out of the images of dS that bwd_wide.cuh left:
 //   (7) dQ += dS K by ascending key blocks, dq = scale * dQ after the last
-// One CTA makes 128 queries of a head. What the keys of one pass (wide_pass.hpp) give is carried to
-// the next in f32, as the accumulators are: so cutting the keys into passes changes no bit.
+// A tile is 128 queries of a head; a CTA makes one or, in rounds, several. What the keys of one
+// pass (wide_pass.hpp) give is carried to the next in f32, as the accumulators are: so cutting the
+// keys into passes changes no bit.
 //
 // Warpgroup roles (384 threads): 0, 1 "consumers", 64 queries each; 2: the first warp issues the
-// loads. A cluster of two CTAs, which hold neighbouring queries, shares the loads of K.
+// loads, the second says which tile comes next. A cluster of two CTAs, which hold neighbouring
+// queries, shares the loads of K.
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per):
 //   full     1; loader -> consumers; step, stage = step mod kStages
 //   empty    8 (cluster: 16, of both CTAs); consumer warps, after (7) -> loader; step
 //   landing  1; loader -> loader, for tiles with rows to clear
-// Named barriers: 3, 4 each consumer's epilogue, 5 both.
+//   tile_full   1; second warp -> all; round, place = round mod 2
+//   tile_empty  9; consumer warps and loader, done with the tile -> second warp; round
+// Named barriers: 3, 4 each consumer's epilogue.
 #pragma once
 
 #include "cuda/ptx/copy.cuh"
@@ -25,21 +29,22 @@
 namespace flashgrad::sm90 {
 
 inline constexpr int kWideDqThreads = 384;
-inline constexpr int kWideDqRegisters = 232;
-inline constexpr int kWideDqLoaderRegisters = 40;
+inline constexpr int kWideDqRegisters = 208;
+inline constexpr int kWideDqLoaderRegisters = 88;  // wide_dq_tile() spills with fewer
 
 template <int kD, int kClusterSize>
 struct WideDqShared {
   static constexpr int kCluster = kClusterSize;
-  static constexpr int kStages = 4;
+  static constexpr int kStages = kD == 256 ? 3 : 4;
   static constexpr int kKBytes = kWideKeys * kD * 2;
   static constexpr int kStageBytes = 2 * kDsImageBytes + kKBytes;
-  static constexpr int kBarrierOffset = kStages * kStageBytes;
-  static constexpr int kInfoOffset = kBarrierOffset + 8 * (2 * kStages + 2);
+  static constexpr int kStagingOffset = kStages * kStageBytes;
+  static constexpr int kBarrierOffset = kStagingOffset + 2 * kBlockM * kD * 2;
+  static constexpr int kNumBarriers = 2 * kStages + 5;
+  static constexpr int kInfoOffset = kBarrierOffset + 8 * kNumBarriers;
   static constexpr int kBytes =
-      kInfoOffset + static_cast<int>(sizeof(WideDqTile)) + tile::kTileAlignment;
+      kInfoOffset + 2 * static_cast<int>(sizeof(WideDqTile)) + tile::kTileAlignment;
   static_assert(kBytes <= 227 * 1024, "stages must fit an SM");
-  static_assert(2 * kBlockM * kD * 2 <= kStages * kStageBytes, "the epilogue's staging");
 
   std::uint32_t base;
 
@@ -50,17 +55,25 @@ struct WideDqShared {
     return base + stage * kStageBytes + 2 * kDsImageBytes;
   }
   __device__ std::uint32_t staging(int consumer) const {
-    return base + consumer * kBlockM * kD * 2;
+    return base + kStagingOffset + consumer * kBlockM * kD * 2;
   }
   __device__ std::uint32_t barrier(int i) const { return base + kBarrierOffset + 8 * i; }
   __device__ std::uint32_t full(int stage) const { return barrier(stage); }
   __device__ std::uint32_t empty(int stage) const { return barrier(kStages + stage); }
-  __device__ std::uint32_t landing() const { return barrier(2 * kStages); }
+  __device__ std::uint32_t tile_full(int round) const { return barrier(2 * kStages + round % 2); }
+  __device__ std::uint32_t tile_empty(int round) const {
+    return barrier(2 * kStages + 2 + round % 2);
+  }
+  __device__ std::uint32_t landing() const { return barrier(2 * kStages + 4); }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full(i), 1);
       ptx::mbarrier_init(empty(i), 8 * kCluster);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(tile_full(i), 1);
+      ptx::mbarrier_init(tile_empty(i), 9);
     }
     ptx::mbarrier_init(landing(), 1);
     ptx::fence_mbarrier_init();
@@ -71,7 +84,9 @@ template <int kD, int kCluster>
 __device__ __forceinline__ void wide_dq_loader_role(const BwdQueryParams& p, const BwdMaps& maps,
                                                     const WideDqTile& shared_tile,
                                                     const WideDqShared<kD, kCluster>& shared,
-                                                    int rank, int lane) {
+                                                    int rank, int lane,
+                                                    Ring<WideDqShared<kD, kCluster>::kStages>& ring,
+                                                    std::uint32_t& landing_parity) {
   using Shared = WideDqShared<kD, kCluster>;
   constexpr int kMapRows = kWideKeys / kCluster;
   constexpr std::uint32_t kBoxBytes = kWideKeys * tile::kBoxRowBytes;
@@ -81,8 +96,6 @@ __device__ __forceinline__ void wide_dq_loader_role(const BwdQueryParams& p, con
   const int n_end = tile.n_end;
   const int live_begin = tile.live_begin;
   const int live_end = tile.live_end;
-  std::uint32_t landing_parity = 0;
-  Ring<Shared::kStages> ring;
 #pragma unroll 1
   for (int n = n_begin; n < n_end; ++n) {
     const int stage = ring.stage();
@@ -157,10 +170,9 @@ __device__ __forceinline__ void wide_dq_loader_role(const BwdQueryParams& p, con
 }
 
 template <int kD, int kCluster, class T>
-__device__ __forceinline__ void wide_dq_consumer_role(const BwdQueryParams& p,
-                                                      const WideDqTile& tile,
-                                                      const WideDqShared<kD, kCluster>& shared,
-                                                      int consumer, int thread) {
+__device__ __forceinline__ void wide_dq_consumer_role(
+    const BwdQueryParams& p, const WideDqTile& tile, const WideDqShared<kD, kCluster>& shared,
+    int consumer, int thread, Ring<WideDqShared<kD, kCluster>::kStages>& ring) {
   using Shared = WideDqShared<kD, kCluster>;
   using Tile = tile::SwizzledTile<64>;
   const int lane = thread % 32;
@@ -173,7 +185,6 @@ __device__ __forceinline__ void wide_dq_consumer_role(const BwdQueryParams& p,
       ptx::mbarrier_arrive(shared.empty(stage));
     }
   };
-  Ring<Shared::kStages> ring;
   // Stages with keys that only the other rows of the cluster see.
   const auto skip = [&](int count) {
 #pragma unroll 1
@@ -229,7 +240,6 @@ __device__ __forceinline__ void wide_dq_consumer_role(const BwdQueryParams& p,
     release(previous);
   }
   skip(after);
-  ptx::named_barrier_sync<256>(5);  // the stages are free for the epilogue
   if (tile.goes_on[consumer] != 0) {
 #pragma unroll
     for (int i = 0; i < kD / 8; ++i) {
@@ -263,13 +273,11 @@ __global__ __launch_bounds__(kWideDqThreads,
   const std::uint32_t base =
       (start + tile::kTileAlignment - 1) / tile::kTileAlignment * tile::kTileAlignment;
   const Shared shared{base};
-  WideDqTile& tile =
-      *reinterpret_cast<WideDqTile*>(dynamic_shared + (base - start) + Shared::kInfoOffset);
+  WideDqTile* const tiles =
+      reinterpret_cast<WideDqTile*>(dynamic_shared + (base - start) + Shared::kInfoOffset);
   const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
   if (threadIdx.x == 0) {
     shared.init_barriers();
-  } else if (threadIdx.x == 128) {
-    tile = wide_dq_tile<kD, kCluster>(p, pass, blockIdx.x);
   }
   __syncthreads();
   if constexpr (kCluster == 2) {
@@ -277,17 +285,54 @@ __global__ __launch_bounds__(kWideDqThreads,
   }
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
+  const int rank = kCluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
+  const int lane = ptx::thread_index() % 32;
+  const int num_tiles = static_cast<int>(pass.num_units * p.group * p.num_q_tiles);
+  const auto number = [](int round) {
+    return wide_dq_tile_number(round, static_cast<int>(blockIdx.x) / kCluster,
+                               static_cast<int>(gridDim.x) / kCluster);
+  };
+  const auto each_round = [&](auto&& body) {
+#pragma unroll 1
+    for (int round = 0; number(round) < num_tiles; ++round) {
+      body(round, tiles[round % 2], static_cast<std::uint32_t>(round / 2) & 1U);
+    }
+  };
   if (warpgroup == 2) {
     ptx::registers_decrease<kWideDqLoaderRegisters>();
-    if (__shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0) == 8) {
-      wide_dq_loader_role<kD, kCluster>(p, maps, tile, shared,
-                                        kCluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0,
-                                        ptx::thread_index() % 32);
+    const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0);
+    if (warp == 8) {
+      Ring<Shared::kStages> ring;
+      std::uint32_t landing_parity = 0;
+      each_round([&](int round, const WideDqTile& tile, std::uint32_t parity) {
+        ptx::mbarrier_wait(shared.tile_full(round), parity);
+        wide_dq_loader_role<kD, kCluster>(p, maps, tile, shared, rank, lane, ring, landing_parity);
+        if (ptx::elect_one()) {
+          ptx::mbarrier_arrive(shared.tile_empty(round));
+        }
+        __syncwarp();
+      });
+    } else if (warp == 9 && lane == 0) {
+      each_round([&](int round, WideDqTile& tile, std::uint32_t parity) {
+        ptx::mbarrier_wait(shared.tile_empty(round), parity ^ 1U);
+        tile = wide_dq_tile<kD, kCluster>(p, pass, std::int64_t{number(round)} * kCluster + rank);
+        ptx::mbarrier_arrive(shared.tile_full(round));
+      });
     }
   } else {
     ptx::registers_increase<kWideDqRegisters>();
     const int consumer = __shfl_sync(0xffffffffU, ptx::thread_index() / 128, 0);
-    wide_dq_consumer_role<kD, kCluster, T>(p, tile, shared, consumer, ptx::thread_index() % 128);
+    Ring<Shared::kStages> ring;
+    each_round([&](int round, const WideDqTile& tile, std::uint32_t parity) {
+      ptx::mbarrier_wait(shared.tile_full(round), parity);
+      wide_dq_consumer_role<kD, kCluster, T>(p, tile, shared, consumer, ptx::thread_index() % 128,
+                                             ring);
+      __syncwarp();
+      if (lane == 0) {
+        ptx::mbarrier_arrive(shared.tile_empty(round));
+      }
+      ptx::named_barrier_sync<128>(3 + consumer);  // the staging is free again
+    });
   }
   if constexpr (kCluster == 2) {
     __syncwarp();

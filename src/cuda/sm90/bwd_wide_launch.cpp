@@ -26,7 +26,7 @@ Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows
 
 Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
                    const RowStatistics& rows, const Scales& scales, std::uint8_t* room,
-                   int l2_bytes) {
+                   const cuda::DeviceProperties& device) {
   const WideExtent e(p);
   const std::int64_t batch = p.packed ? 1 : p.batch;
   const bool softcap = p.softcap > 0;
@@ -93,7 +93,7 @@ Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
   // Units whose q and dout stay in the L2 together.
   const std::int64_t unit_bytes = p.group() * p.seqlen_q * 2 * (p.head_dim + p.head_dim_v);
   const std::int64_t section = std::max<std::int64_t>(
-      1, l2_bytes * std::int64_t{8} / 15 / std::max<std::int64_t>(1, unit_bytes));
+      1, device.l2_bytes * std::int64_t{8} / 15 / std::max<std::int64_t>(1, unit_bytes));
   for (const WidePass& pass : wide_passes(p, plan, key_cluster, section, room,
                                           reinterpret_cast<float*>(room + plan.ds_bytes))) {
     const auto keys = padded_head_dim(p) == 256 ? launch_bwd_wide<256, 256>
@@ -104,8 +104,8 @@ Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
     if (plan.keeps_ds) {
       const auto queries =
           padded_head_dim(p) == 256 ? launch_bwd_wide_dq<256> : launch_bwd_wide_dq<192>;
-      FG_RETURN_IF_ERROR(
-          queries(query_cluster, p.dtype, query_maps, query_params, pass, args.stream));
+      FG_RETURN_IF_ERROR(queries(query_cluster, device.num_multiprocessors, p.dtype, query_maps,
+                                 query_params, pass, args.stream));
     }
   }
   return {};

@@ -4,6 +4,7 @@
 
 #include "core/problem.hpp"
 #include "core/status.hpp"
+#include "cuda/common/device.hpp"
 #include "cuda/sm90/params.hpp"
 #include "cuda/sm90/wide_plan.hpp"
 
@@ -12,6 +13,6 @@ namespace flashgrad::sm90 {
 // The main kernel and, if dS is kept, dq. `room` is aligned to 256 bytes.
 Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
                    const RowStatistics& rows, const Scales& scales, std::uint8_t* room,
-                   int l2_bytes);
+                   const cuda::DeviceProperties& device);
 
 }  // namespace flashgrad::sm90

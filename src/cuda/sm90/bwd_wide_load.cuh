@@ -24,6 +24,8 @@ struct WideLoader {
   int rank;  // of the CTA in its cluster
   int lane;
   StepWalk<false> walk;
+  Ring<Shared::kQStages> q_ring;
+  Ring<Shared::kDoStages> do_ring;
   std::uint32_t unreadable = 0;  // of the walk's next 32 blocks, which have rows not to be read
   std::uint32_t landing_parity = 0;
 
@@ -43,20 +45,41 @@ struct WideLoader {
     landing_parity ^= 1;
   }
 
-  // K or V: the first box to `resident`, the others to `rest`.
-  template <int kColumns>
-  __device__ void load_keys(bool is_k, std::uint32_t resident, std::uint32_t rest) {
+  // K or V: the first kResident columns through a stage of Q or dO, the others to `rest`.
+  template <int kColumns, int kResident>
+  __device__ void load_keys(bool is_k, std::uint32_t rest) {
+    const int stage = is_k ? q_ring.stage() : do_ring.stage();
+    const std::uint32_t parity = is_k ? q_ring.parity() : do_ring.parity();
+    const std::uint32_t resident = is_k ? shared.q(stage) : shared.dout(stage);
+    ptx::mbarrier_wait(is_k ? shared.q_empty(stage) : shared.do_empty(stage), parity ^ 1U);
+    if (is_k) {
+      q_ring.advance();
+    } else {
+      do_ring.advance();
+    }
+    constexpr int kResidentBoxes = kResident / 64;
     const bool mapped = (p.mapped & (is_k ? kMapK : kMapV)) != 0;
     const bool clear = !mapped || tile.has_dead_keys != 0;
     const CUtensorMap* map = is_k ? &maps.k : &maps.v;
-    const std::uint32_t full = is_k ? shared.k_full() : shared.v_full();
-    const std::uint32_t barrier = clear ? shared.landing() : full;
+    constexpr int kPieces = (kColumns + 127) / 128;
+    const auto full = [&](int piece) {
+      return is_k ? shared.q_full(stage, piece) : shared.do_full(stage, piece);
+    };
+    const std::uint32_t barrier = clear ? shared.landing() : full(0);
     if (mapped && ptx::elect_one()) {
       ptx::mbarrier_arrive_expect(barrier, kColumns / 64 * Shared::kBoxBytes);
 #pragma unroll
       for (int box = 0; box < kColumns / 64; ++box) {
-        ptx::tensor_load(box == 0 ? resident : rest + (box - 1) * Shared::kBoxBytes, map, barrier,
-                         64 * box, tile.kv_row, tile.head_kv, tile.batch_index);
+        ptx::tensor_load(box < kResidentBoxes ? resident + box * Shared::kBoxBytes
+                                              : rest + (box - kResidentBoxes) * Shared::kBoxBytes,
+                         map, barrier, 64 * box, tile.kv_row, tile.head_kv, tile.batch_index);
+      }
+    }
+    __syncwarp();
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (int piece = 1; piece < kPieces; ++piece) {
+        ptx::mbarrier_arrive(full(piece));
       }
     }
     __syncwarp();
@@ -64,22 +87,27 @@ struct WideLoader {
       return;
     }
     const auto live = [this](int r) { return r >= tile.live_begin && r < tile.live_end; };
+    const Tensor& tensor = is_k ? p.k : p.v;
+    const int columns = static_cast<int>(is_k ? p.head_dim : p.head_dim_v);
     if (mapped) {
       wait_for_landing();
-      clear_rows<kWideKeys, 64>(resident, lane, live);
-      clear_rows<kWideKeys, kColumns - 64>(rest, lane, live);
+      clear_rows<kWideKeys, kResident>(resident, lane, live);
     } else {
-      const Tensor& tensor = is_k ? p.k : p.v;
-      const int columns = static_cast<int>(is_k ? p.head_dim : p.head_dim_v);
-      load_tile<kWideKeys, 64>(resident, tensor, tile.batch_index, tile.kv_row, tile.head_kv, 0,
-                               columns, lane, live);
-      load_tile<kWideKeys, kColumns - 64>(rest, tensor, tile.batch_index, tile.kv_row, tile.head_kv,
-                                          64, columns, lane, live);
+      load_tile<kWideKeys, kResident>(resident, tensor, tile.batch_index, tile.kv_row, tile.head_kv,
+                                      0, columns, lane, live);
+    }
+    if constexpr (kColumns > kResident) {
+      if (mapped) {
+        clear_rows<kWideKeys, kColumns - kResident>(rest, lane, live);
+      } else {
+        load_tile<kWideKeys, kColumns - kResident>(rest, tensor, tile.batch_index, tile.kv_row,
+                                                   tile.head_kv, kResident, columns, lane, live);
+      }
     }
     ptx::fence_proxy_async();
     __syncwarp();
     if (ptx::elect_one()) {
-      ptx::mbarrier_arrive(full);
+      ptx::mbarrier_arrive(full(0));
     }
     __syncwarp();
   }
@@ -111,15 +139,16 @@ struct WideLoader {
   __device__ void load_rows(int step) {
     constexpr int kColumns = kIsQ ? Shared::kHeadDim : Shared::kHeadDimV;
     constexpr int kPieces = kIsQ ? Shared::kQPieces : Shared::kDoPieces;
-    constexpr int kStages = kIsQ ? Shared::kQStages : Shared::kDoStages;
     constexpr int kBoxes = kColumns / 64;
     constexpr std::uint32_t kStatisticBytes = kBlockM * 4;
-    const int stage = step % kStages;
-    std::uint32_t parity = (static_cast<std::uint32_t>(step / kStages) & 1U) ^ 1U;
-    if (kIsQ && stage == kStages - 1) {
-      parity ^= 1U;  // it is released once before its first use
+    const int stage = kIsQ ? q_ring.stage() : do_ring.stage();
+    const std::uint32_t parity = kIsQ ? q_ring.parity() : do_ring.parity();
+    ptx::mbarrier_wait(kIsQ ? shared.q_empty(stage) : shared.do_empty(stage), parity ^ 1U);
+    if constexpr (kIsQ) {
+      q_ring.advance();
+    } else {
+      do_ring.advance();
     }
-    ptx::mbarrier_wait(kIsQ ? shared.q_empty(stage) : shared.do_empty(stage), parity);
     const int slot = walk.slot(p.rows, tile);
     if (kIsQ && (walk.m_last - walk.m) % 32 == 0) {
       const bool exists = walk.m - lane >= walk.m_begin;
@@ -183,12 +212,12 @@ struct WideLoader {
   }
 
   __device__ void run() {
-    load_keys<Shared::kHeadDim>(true, shared.resident_k(), shared.k());
+    load_keys<Shared::kHeadDim, Shared::kResidentK>(true, shared.k());
 #pragma unroll 1
     for (int step = 0; step < tile.num_steps; ++step) {
       load_rows<true>(step);
       if (step == 0) {
-        load_keys<Shared::kHeadDimV>(false, shared.resident_v(), shared.v());
+        load_keys<Shared::kHeadDimV, Shared::kResidentV>(false, shared.v());
       }
       load_rows<false>(step);
       walk.advance();

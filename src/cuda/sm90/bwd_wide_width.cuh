@@ -3,6 +3,8 @@
 // its own, since ptxas takes long over them.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/common/launch.hpp"
 #include "cuda/sm90/bwd_wide.cuh"
 #include "cuda/sm90/bwd_wide_dq.cuh"
@@ -21,11 +23,15 @@ Status launch_wide_keys(const BwdMaps& maps, const BwdParams& params, const Wide
                       stream, maps, params, pass);
 }
 
+// Several tiles a CTA, so that loads run under the end of the tile before. Packed, where their
+// lengths are in no order, one: who is done early takes the next.
 template <int kD, int kCluster, class T>
-Status launch_wide_queries(const BwdMaps& maps, const BwdQueryParams& params, const WidePass& pass,
-                           void* stream) {
+Status launch_wide_queries(int num_multiprocessors, const BwdMaps& maps,
+                           const BwdQueryParams& params, const WidePass& pass, void* stream) {
+  const std::int64_t num_tiles = pass.num_units * params.group * params.num_q_tiles;
+  const std::int64_t at_once = std::max(1, num_multiprocessors / kCluster);
   const cuda::LaunchShape shape{
-      .num_ctas = pass.num_units * params.group * params.num_q_tiles * kCluster,
+      .num_ctas = (params.sequences.packed() ? num_tiles : std::min(num_tiles, at_once)) * kCluster,
       .num_threads = kWideDqThreads,
       .shared_bytes = WideDqShared<kD, kCluster>::kBytes,
       .cluster_size = kCluster,
@@ -54,14 +60,14 @@ Status launch_bwd_wide(int cluster, bool softcap, DType dtype, const BwdMaps& ma
 }
 
 template <int kD>
-Status launch_bwd_wide_dq(int cluster, DType dtype, const BwdMaps& maps,
+Status launch_bwd_wide_dq(int cluster, int num_multiprocessors, DType dtype, const BwdMaps& maps,
                           const BwdQueryParams& params, const WidePass& pass, void* stream) {
-  if (dtype == DType::kBF16) {
-    return cluster == 2 ? launch_wide_queries<kD, 2, __nv_bfloat16>(maps, params, pass, stream)
-                        : launch_wide_queries<kD, 1, __nv_bfloat16>(maps, params, pass, stream);
-  }
-  return cluster == 2 ? launch_wide_queries<kD, 2, __half>(maps, params, pass, stream)
-                      : launch_wide_queries<kD, 1, __half>(maps, params, pass, stream);
+  const auto launch = dtype == DType::kBF16
+                          ? (cluster == 2 ? launch_wide_queries<kD, 2, __nv_bfloat16>
+                                          : launch_wide_queries<kD, 1, __nv_bfloat16>)
+                          : (cluster == 2 ? launch_wide_queries<kD, 2, __half>
+                                          : launch_wide_queries<kD, 1, __half>);
+  return launch(num_multiprocessors, maps, params, pass, stream);
 }
 
 }  // namespace flashgrad::sm90

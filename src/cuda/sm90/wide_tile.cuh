@@ -27,12 +27,15 @@ struct WideTile {
 template <int kCluster>
 FG_HOST_DEVICE inline WideTile wide_tile(const BwdParams& p, const WidePass& pass,
                                          std::int64_t cta) {
+  // 32 bits: there are fewer than 2^31 CTAs, and a 64-bit division takes four times as long.
+  const auto to_u32 = [](std::int64_t x) { return static_cast<std::uint32_t>(x); };
   const std::int64_t rank = cta % kCluster;
-  const std::int64_t index = cta / kCluster;
-  const std::int64_t first = index / (pass.section * pass.num_key_tiles) * pass.section;
-  const std::int64_t in_section = index - first * pass.num_key_tiles;
-  const std::int64_t units =
-      pass.num_units - first < pass.section ? pass.num_units - first : pass.section;
+  const std::uint32_t index = to_u32(cta) / kCluster;
+  const std::uint32_t first =
+      index / to_u32(pass.section * pass.num_key_tiles) * to_u32(pass.section);
+  const std::uint32_t in_section = index - first * to_u32(pass.num_key_tiles);
+  const std::uint32_t after = to_u32(pass.num_units) - first;
+  const std::uint32_t units = after < to_u32(pass.section) ? after : to_u32(pass.section);
   const std::int64_t local_unit = first + in_section % units;
   const Sequences& s = p.sequences;
   // Of the cluster's keys, counted in blocks of the cluster from the beginning of the sequence, and
@@ -67,6 +70,13 @@ FG_HOST_DEVICE inline WideTile wide_tile(const BwdParams& p, const WidePass& pas
   return tile;
 }
 
+// The number of the tile of bwd_wide_dq.cuh that cluster `cluster` of `clusters` takes in a round:
+// forth and back through the tiles, which get shorter if the mask is causal, so that all clusters
+// get about the same. Past the last tile there is nothing in later rounds either.
+FG_HOST_DEVICE constexpr int wide_dq_tile_number(int round, int cluster, int clusters) {
+  return round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
+}
+
 inline constexpr int kWideDqRows = 128;
 
 // Of a CTA of bwd_wide_dq.cuh, in shared memory.
@@ -97,13 +107,17 @@ template <int kD, int kCluster>
 FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const WidePass& pass,
                                               std::int64_t cta) {
   constexpr int kRows = kWideDqRows * kCluster;
-  const std::int64_t heads = pass.num_units * p.group;  // of the pass
-  const std::int64_t local_head = cta / kCluster % heads;
+  // 32 bits, as in wide_tile.
+  const auto heads = static_cast<std::uint32_t>(pass.num_units * p.group);  // of the pass
+  const std::uint32_t index = static_cast<std::uint32_t>(cta) / kCluster;
+  const std::int64_t local_head = index % heads;
   // Descending: with a causal mask the longest come first.
-  std::int64_t block = p.num_q_tiles - 1 - cta / kCluster / heads;
+  std::int64_t block = p.num_q_tiles - 1 - index / heads;
   const std::int64_t head = pass.first_unit * p.group + local_head;  // counts through the batch
   const Sequences& s = p.sequences;
-  std::int64_t span = head / p.heads_q;
+  const auto heads_q = static_cast<std::uint32_t>(p.heads_q);
+  const auto head_of_entry = static_cast<int>(static_cast<std::uint32_t>(head) % heads_q);
+  std::int64_t span = static_cast<std::uint32_t>(head) / heads_q;
   if (s.packed()) {
     span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kRows);
     block -= first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kRows);
@@ -139,9 +153,9 @@ FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const Wid
     const std::int64_t at = local_head * pass.blocks_per_head + local_block + i;
     tile.ds[i] = pass.ds + (at * pass.key_count - pass.key_begin) * kDsImageBytes;
     tile.partial[i] = pass.partial == nullptr ? nullptr : pass.partial + at * kBlockM * kD;
-    tile.statistics[i] = (head % p.heads_q * p.num_blocks + q_block + i) * kBlockM;
+    tile.statistics[i] = (head_of_entry * p.num_blocks + q_block + i) * kBlockM;
   }
-  tile.head = static_cast<int>(head % p.heads_q);
+  tile.head = head_of_entry;
   tile.head_kv = tile.head / static_cast<int>(p.group);
   tile.batch_index = static_cast<int>(sequence.batch_index);
   tile.q_row = static_cast<int>(sequence.q.begin + begin);
