@@ -249,6 +249,17 @@ void add_bench_cuda(const json& results, ResultFile* file) {
   }
 }
 
+// The same as the program writes it.
+void add_bench_cuda_rows(const json& results, ResultFile* file) {
+  for (const json& row : results.at("rows")) {
+    const Call call = parse_row(row.at("row").get<std::string>(), row.at("pass") == "backward");
+    add(call, row.at("cool_ms").get<double>() / 1e3, Regime::kCool, file);
+    if (row.contains("sustained_ms")) {
+      add(call, row.at("sustained_ms").get<double>() / 1e3, Regime::kSustained, file);
+    }
+  }
+}
+
 // Files without times of calls, by what only they have.
 const char* reason_to_leave_out(const json& results) {
   if (results.contains("suite") && results.at("suite") == "memory") {
@@ -334,6 +345,8 @@ ResultFile read_results(const std::string& text) {
       results.at("suite") == "cuda" ? add_peers_cuda(results, &file) : add_peers(results, &file);
     } else if (results.contains("f32_peak")) {
       add_bench(results, &file);
+    } else if (results.contains("multiprocessors")) {
+      add_bench_cuda_rows(results, &file);
     } else if (!results.contains("what")) {
       for (const json& run : results.at("runs")) {
         add_bench(run, &file);
