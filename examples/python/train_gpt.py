@@ -146,8 +146,13 @@ class Trainer:
                 self.update(self.sample(self.batches, self.text)).item()
             total = (time.perf_counter() - start) * 1e6
         events = record.key_averages()
-        if on_gpu:
-            total = sum(event.self_device_time_total for event in events)
+        if on_gpu:  # the kernels, but neither who launched them nor what they are summed up in
+            total = sum(
+                event.self_device_time_total
+                for event in events
+                if event.device_type == torch.autograd.DeviceType.CUDA
+                and not getattr(event, "is_user_annotation", False)
+            )
         attribute = "device_time_total" if on_gpu else "cpu_time_total"
         attention = sum(
             getattr(event, attribute)

@@ -45,7 +45,7 @@ FG_INLINE typename Isa::Mask visible_lanes(const Tile<Isa>& tile, int m, int n,
 template <class Isa>
 FG_INLINE typename Isa::Vec probability(typename Isa::Vec s, typename Isa::Vec neg_lse) {
   const auto exponent = Isa::min_zero(Isa::add(s, neg_lse));
-  return exp2<Isa, Isa::kPair == 1 ? 6 : 3>(Isa::mul(exponent, Isa::set1(kLog2E)));
+  return exp2 < Isa, Isa::kPair == 1 ? 6 : 3 > (Isa::mul(exponent, Isa::set1(kLog2E)));
 }
 
 // (1), (2): P^T to p_rows (kRows rows ld_p units apart), w to weight (ld_weight floats apart; with

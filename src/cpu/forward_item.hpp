@@ -364,15 +364,21 @@ class ForwardItemRun {
         sum = weight * sum + std::exp(sink - highest);
         maximum = highest;
       }
+      const auto lse = static_cast<float>(maximum + std::log(sum));
+      // +inf would call the row empty.
+      const bool beyond_f32 = lse == kInfinity;
+      if (beyond_f32) {
+        weight = kNaN;
+      }
       if (scratch_.row_sum[r] == 0) {
         zero_rows(args.out, sequence_.batch_index, i, i + 1, head, p.head_dim_v);
       } else {
         write_row<Isa>(scratch_.out + r * call_.sizes.columns, static_cast<float>(weight / sum),
                        args.out, args.out.offset(sequence_.batch_index, i, head), p.head_dim_v);
       }
-      const auto lse = static_cast<float>(maximum + std::log(sum));
       if (args.lse) {
-        static_cast<float*>(args.lse.data)[args.lse.offset(sequence_.batch_index, i, head)] = lse;
+        static_cast<float*>(args.lse.data)[args.lse.offset(sequence_.batch_index, i, head)] =
+            beyond_f32 ? kNaN : lse;
       }
     }
   }

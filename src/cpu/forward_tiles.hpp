@@ -15,6 +15,7 @@
 namespace flashgrad::cpu {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // Calls f.template operator()<kN>() with the number of vectors in a panel, at most kVecs, as a
 // constant.

@@ -27,53 +27,23 @@ DType parse_dtype(const std::string& text) {
   throw std::invalid_argument("a dtype that no backend here has: " + text);
 }
 
-std::string shape_of(const Call& call) {
-  std::string text = std::string(call.backward ? "backward " : "forward ") + name(call.dtype) + " ";
-  text += call.lengths.empty() ? std::to_string(call.batch) : std::to_string(call.lengths.size());
-  text += "," + std::to_string(call.heads_q);
-  text += call.heads_kv == call.heads_q ? "" : "/" + std::to_string(call.heads_kv);
-  text += "," + (call.lengths.empty() ? std::to_string(call.seqlen) : std::string("packed"));
-  text += "," + std::to_string(call.head_dim);
-  text += call.head_dim_v == call.head_dim ? "" : "/" + std::to_string(call.head_dim_v);
-  text += call.mask.right >= kUnboundedFrom  ? " full"
-          : call.mask.left >= kUnboundedFrom ? " causal"
-                                             : " window " + std::to_string(call.mask.left);
-  return text + (call.deterministic ? " deterministic" : "");
-}
-
-// What a file says may be anything.
-void require_sane(const Call& call, double seconds, double f32_gflops) {
-  constexpr std::int64_t kMaxTokens = 1 << 22;
-  constexpr double kMaxTiles = 1 << 22;
-  constexpr double kMaxTurns = 1 << 26;  // at dq, of 64 queries and 64 keys; a minute
-  const auto between = [](std::int64_t x, std::int64_t low, std::int64_t high) {
-    return x >= low && x <= high;
-  };
-  bool sane = between(call.batch, 1, 1 << 16) && between(call.heads_kv, 1, 1 << 12) &&
-              between(call.heads_q, call.heads_kv, 1 << 12) && call.heads_q % call.heads_kv == 0 &&
-              between(call.seqlen, 1, kMaxTokens) && between(call.head_dim, 1, kMaxHeadDim) &&
-              between(call.head_dim_v, 1, kMaxHeadDim) && call.mask.left >= 0;
-  std::int64_t sum = 0;
-  for (const std::int32_t length : call.lengths) {
-    sane = sane && between(length, 0, kMaxTokens) && between(sum += length, 0, kMaxTokens);
-  }
-  sane = sane && call.tokens() > 0 && seconds > 0 && std::isfinite(seconds) && f32_gflops > 0 &&
-         static_cast<double>(call.tokens()) * static_cast<double>(call.heads_q) / 64 <= kMaxTiles &&
-         (!call.deterministic ||
-          static_cast<double>(call.heads_q) * call.pairs() / (64 * 64) <= kMaxTurns);
-  if (!sane) {
-    throw std::invalid_argument("a row that cannot be: " + shape_of(call));
+void require_positive(double x) {
+  if (!(x > 0) || std::isinf(x)) {
+    throw std::invalid_argument("a time or a rate that is not positive");
   }
 }
 
 void add(const Call& call, double seconds, double f32_gflops, ResultFile* file) {
-  require_sane(call, seconds, f32_gflops);
+  require_sane(call);
+  require_positive(seconds);
+  require_positive(f32_gflops);
   file->rows.push_back(
       {.what = shape_of(call), .call = call, .seconds = seconds, .f32_gflops = f32_gflops});
 }
 
 void add(const Call& call, double seconds, Regime regime, ResultFile* file) {
-  require_sane(call, seconds, 1);
+  require_sane(call);
+  require_positive(seconds);
   file->rows.push_back({.what = shape_of(call) + ", " + name_of(regime),
                         .call = call,
                         .seconds = seconds,
@@ -293,6 +263,9 @@ const char* reason_to_leave_out(const json& results) {
   if (results.contains("gradients")) {
     return "errors, not times";
   }
+  if (results.contains("before_and_after")) {
+    return "the same calls by two commits: what a change moved";
+  }
   if (results.contains("columns")) {
     return "clocks, on which the model's clock is fitted, not times";
   }
@@ -304,6 +277,52 @@ const char* reason_to_leave_out(const json& results) {
 }
 
 }  // namespace
+
+std::string shape_of(const Call& call) {
+  const auto side = [](std::int64_t reach) {
+    return reach >= kUnboundedFrom ? std::string("inf") : std::to_string(reach);
+  };
+  std::string text = std::string(call.backward ? "backward " : "forward ") + name(call.dtype) + " ";
+  text += call.lengths.empty() ? std::to_string(call.batch) : std::to_string(call.lengths.size());
+  text += "," + std::to_string(call.heads_q);
+  text += call.heads_kv == call.heads_q ? "" : "/" + std::to_string(call.heads_kv);
+  text += "," + (call.lengths.empty() ? std::to_string(call.seqlen) : std::string("packed"));
+  text += "," + std::to_string(call.head_dim);
+  text += call.head_dim_v == call.head_dim ? "" : "/" + std::to_string(call.head_dim_v);
+  if (call.causal()) {
+    text += " causal";
+  } else if (call.mask.left >= kUnboundedFrom && call.mask.right >= kUnboundedFrom) {
+    text += " full";
+  } else {
+    text += " window " + side(call.mask.left) + "," + side(call.mask.right);
+  }
+  return text + (call.deterministic ? " deterministic" : "");
+}
+
+void require_sane(const Call& call) {
+  constexpr std::int64_t kMaxTokens = 1 << 22;
+  constexpr double kMaxTiles = 1 << 22;
+  constexpr double kMaxTurns = 1 << 26;  // at dq, of 64 queries and 64 keys; a minute
+  const auto between = [](std::int64_t x, std::int64_t low, std::int64_t high) {
+    return x >= low && x <= high;
+  };
+  bool sane = between(call.batch, 1, 1 << 16) && between(call.heads_kv, 1, 1 << 12) &&
+              between(call.heads_q, call.heads_kv, 1 << 12) && call.heads_q % call.heads_kv == 0 &&
+              between(call.seqlen, 1, kMaxTokens) && between(call.head_dim, 1, kMaxHeadDim) &&
+              between(call.head_dim_v, 1, kMaxHeadDim);
+  std::int64_t sum = 0;
+  for (const std::int32_t length : call.lengths) {
+    sane = sane && between(length, 0, kMaxTokens) && between(sum += length, 0, kMaxTokens);
+  }
+  sane = sane && call.pairs() > 0 &&
+         static_cast<double>(call.tokens()) * static_cast<double>(call.heads_q) / 64 <= kMaxTiles &&
+         (!call.deterministic ||
+          static_cast<double>(call.heads_q) * call.pairs() / (64 * 64) <= kMaxTurns);
+  if (!sane) {
+    throw std::invalid_argument("a call that can't be, or is too large to predict: " +
+                                shape_of(call));
+  }
+}
 
 ResultFile read_results(const std::string& text) {
   ResultFile file;
@@ -332,15 +351,26 @@ ResultFile read_results(const std::string& text) {
   return file;
 }
 
-double predict_seconds(const Measured& row) {
-  if (!row.gpu) {
-    return predict_cpu_seconds(row.call, row.f32_gflops);
+std::vector<double> predict_seconds(const std::vector<Measured>& rows) {
+  std::vector<double> predicted;
+  const Call* last = nullptr;  // both regimes of a call follow each other
+  std::vector<KernelTime> kernels;
+  for (const Measured& row : rows) {
+    if (!row.gpu) {
+      predicted.push_back(predict_cpu_seconds(row.call, row.f32_gflops));
+      continue;
+    }
+    if (last == nullptr || !(*last == row.call)) {
+      kernels = predict_sm90_kernels(row.call);
+      last = &row.call;
+    }
+    double seconds = 0;
+    for (const KernelTime& kernel : kernels) {
+      seconds += seconds_of(kernel, row.regime);
+    }
+    predicted.push_back(seconds);
   }
-  double seconds = 0;
-  for (const KernelTime& kernel : predict_sm90_kernels(row.call)) {
-    seconds += seconds_of(kernel, row.regime);
-  }
-  return seconds;
+  return predicted;
 }
 
 }  // namespace flashgrad::plan

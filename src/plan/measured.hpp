@@ -23,11 +23,18 @@ struct ResultFile {
   std::vector<std::string> left_out;  // what of it is not predicted, each with the reason
 };
 
+// Throws std::invalid_argument if it can't be, or is more than can be predicted in a minute.
+void require_sane(const Call& call);
+
+// "backward bf16 1,16/4,16384,128 causal".
+std::string shape_of(const Call& call);
+
 // Of `flashgrad bench`, benchmarks/peers.py (on the CPU and on a GPU), bench_cuda and the programs
 // of the sm90 kernels. A file without times of calls has no rows and says why. Throws
 // std::invalid_argument if it is none of benchmarks/results.
 ResultFile read_results(const std::string& json);
 
-double predict_seconds(const Measured& row);
+// Of each row, in their order.
+std::vector<double> predict_seconds(const std::vector<Measured>& rows);
 
 }  // namespace flashgrad::plan

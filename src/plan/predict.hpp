@@ -31,6 +31,7 @@ struct Call {
   // By the convention of docs/performance.md: visible pairs of one head, and what they cost.
   [[nodiscard]] double pairs() const;
   [[nodiscard]] double flop() const;
+  bool operator==(const Call&) const = default;
 };
 
 // `f32_gflops`: the measured rate of f32 multiply-adds of all threads, AVX-512.

@@ -70,17 +70,19 @@ std::int64_t Call::tokens() const {
 }
 
 double Call::pairs() const {
-  const auto of = [this](double length) {
-    if (mask.right >= kUnboundedFrom) {
-      return length * length;
+  const auto of = [this](std::int64_t length) {
+    const auto n = static_cast<double>(length);
+    if (mask.left >= kUnboundedFrom && (mask.right >= kUnboundedFrom || mask.right == 0)) {
+      return n * n / (mask.right == 0 ? 2 : 1);
     }
-    if (mask.left >= kUnboundedFrom) {
-      return length * length / 2;
+    const Band band = Band::of(mask, length, length);
+    double visible = 0;
+    for (std::int64_t row = 0; row < length; ++row) {
+      visible += static_cast<double>(band.kv_range(row, row + 1).size());
     }
-    const double reach = std::min(static_cast<double>(mask.left) + 1, length);
-    return reach * length - reach * (reach - 1) / 2;
+    return visible;
   };
-  double sum = static_cast<double>(batch) * of(static_cast<double>(seqlen));
+  double sum = static_cast<double>(batch) * of(seqlen);
   if (!lengths.empty()) {
     sum = 0;
     for (const std::int32_t length : lengths) {

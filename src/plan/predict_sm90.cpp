@@ -179,7 +179,7 @@ std::vector<KernelTime> backward_kernels(const Call& call, const Device& device)
   const auto rows = static_cast<double>(call.tokens() * call.heads_q);
   const bool wide = std::max(call.head_dim, call.head_dim_v) > 128;
   const bool sums = !wide && !call.deterministic;
-  const double width = call.head_dim <= 64 ? 64 : 128;
+  const double width = std::max(call.head_dim, call.head_dim_v) <= 64 ? 64 : 128;
   // out and dout are read; the f32 sums of dq are cleared, and read and converted at the end.
   std::vector<KernelTime> kernels = {
       memory_kernel("prepare", device,

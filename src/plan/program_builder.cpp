@@ -210,9 +210,12 @@ const std::vector<ProgramChoice>& programs() {
        [](const HeadData& data, int first_key) {
          return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD128Cluster));
        }},
+      {"sm90-d128-ordered", "sm90-backward-D128Ordered", 256, 128,
+       [](const HeadData& data, int first_key) {
+         return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD128Ordered));
+       }},
   };
   return kPrograms;
-  ;
 }
 
 const ProgramChoice& find_program(const std::string& name) {

@@ -44,15 +44,15 @@ std::vector<WidePassTiles> tiles_of_passes(const ScheduleProblem& problem, int n
   keys.group = p.group();
   const std::int64_t spans = p.packed ? p.batch : 1;
   keys.num_kv_blocks =
-      sm90::num_blocks(p.packed, spans, p.seqlen_kv, sm90::kWideKeys * kKeyCluster);
+      sm90::num_blocks(p.packed, spans, p.seqlen_kv, std::int64_t{sm90::kWideKeys} * kKeyCluster);
   keys.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
   keys.section = 1;
   sm90::BwdQueryParams queries{};
   queries.sequences = keys.sequences;
   queries.heads_q = p.heads_q;
   queries.group = p.group();
-  queries.num_q_tiles =
-      sm90::num_blocks(p.packed, spans, p.seqlen_q, sm90::kWideDqRows * kQueryCluster);
+  queries.num_q_tiles = sm90::num_blocks(p.packed, spans, p.seqlen_q,
+                                         std::int64_t{sm90::kWideDqRows} * kQueryCluster);
   queries.num_blocks = sm90::num_blocks(p.packed, p.batch, p.seqlen_q, sm90::kBlockM);
 
   const sm90::WidePlan plan = sm90::make_wide_plan(
@@ -62,8 +62,11 @@ std::vector<WidePassTiles> tiles_of_passes(const ScheduleProblem& problem, int n
   const std::int64_t section =
       std::max<std::int64_t>(1, l2_bytes * 8 / 15 / std::max<std::int64_t>(1, unit_bytes));
   std::vector<WidePassTiles> passes;
+  // Where dS would lie; only offsets from there are computed.
+  std::uint8_t room = 0;
+  float partial = 0;
   for (const sm90::WidePass& pass :
-       sm90::wide_passes(p, plan, kKeyCluster, section, nullptr, nullptr)) {
+       sm90::wide_passes(p, plan, kKeyCluster, section, &room, &partial)) {
     WidePassTiles tiles;
     for (std::int64_t i = 0; i < pass.num_units * pass.num_key_tiles; ++i) {
       const sm90::WideTile tile = sm90::wide_tile<kKeyCluster>(keys, pass, i * kKeyCluster);

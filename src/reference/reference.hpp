@@ -21,6 +21,8 @@
 
 namespace flashgrad::reference {
 
+inline constexpr double kMaxF32 = std::numeric_limits<float>::max();
+
 // Rows or keys of one call. Each key is loaded and converted once for this many rows.
 inline constexpr int kBlock = 8;
 
@@ -270,8 +272,12 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
       }
     }
   }
+  // An lse of f32 that the logits exceed is NaN, and so is the row: +inf would call it empty.
+  const double highest =
+      head.problem.dtype == DType::kF64 ? std::numeric_limits<double>::max() : kMaxF32;
   for (int r = 0; r < num_rows; ++r) {
-    lse[r] = static_cast<R>(m[r] + std::log(l[r]));
+    const double x = m[r] + std::log(l[r]);
+    lse[r] = x > highest ? std::numeric_limits<R>::quiet_NaN() : static_cast<R>(x);
   }
   for (std::int64_t j = keys.begin; j < keys.end; ++j) {
     load_row(a.k, head.kv(a.k, j), d, k);

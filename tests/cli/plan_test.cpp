@@ -11,6 +11,8 @@
 namespace flashgrad::tool {
 namespace {
 
+const std::string kResults = FLASHGRAD_DATA_DIR "/../benchmarks/results";
+
 class Plan : public ToolTest {
  protected:
   static std::string out_of(const std::vector<std::string>& arguments) {
@@ -28,16 +30,19 @@ class Plan : public ToolTest {
 };
 
 TEST_F(Plan, RooflinePrintsTheAccounts) {
-  expect_words(
-      out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
-      {"MMA                                                             1024",
-       "exp                                                             1024", "768", "balanced"});
+  expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
+               {"MMA                                                               1024",
+                "exp                                                               1024", "768",
+                "balanced"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward"}),
-               {"2560", "1024", "2048", "3328", "bottleneck: shared memory"});
+               {"2560", "1024", "2048", "account counts    1280",
+                "account counts                 3328", "bottleneck: shared memory"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward-2cta"}),
-               {"1536", "2688", "shared, all written", "shared, all exchanged"});
+               {"1536", "account counts    1152", "account counts                 2688",
+                "shared, all written", "shared, all exchanged"});
   expect_words(out_of({"roofline", "--device", "h200"}),
-               {"3072", "2816", "2944", "4128", "4208", "3568", "does not fit: registers"});
+               {"3072  120%", "2816  110%", "2688  105%", "2304   90%", "2176   85%", "2944  115%",
+                "2560  100%", "4128  129%", "4208  132%", "3568  139%", "does not fit: registers"});
   expect_words(out_of({"roofline", "--generations"}),
                {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
   expect_words(out_of({"roofline", "--kernel", "sm90-backward-D128Cluster"}),
@@ -71,6 +76,22 @@ TEST_F(Plan, ScheduleComparesAndDraws) {
                {"fa4-forward"});
 }
 
+// Fewer queries than keys: with the diagonal in the top left corner most keys are never seen.
+TEST_F(Plan, ScheduleTakesAnyMaskAndBatch) {
+  const auto kilocycles = [](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "schedule");
+    arguments.insert(arguments.end(), {"--causal", "--jitter", "0", "--spread", "0"});
+    const std::string text = out_of(arguments);
+    return std::stod(text.substr(text.find("sections  ", text.find("waiting")) + 33));
+  };
+  const double bottom = kilocycles({"--tokens", "4096", "--tokens-kv", "16384"});
+  EXPECT_GT(bottom,
+            6 * kilocycles({"--tokens", "4096", "--tokens-kv", "16384", "--align", "top-left"}));
+  EXPECT_EQ(bottom, kilocycles({"--packed", "4096", "--packed-kv", "16384"}));
+  expect_words(out_of({"memory", "--tokens", "4096", "--tokens-kv", "1M"}),
+               {"4096 tokens and 1048576 keys", "272.1 GiB"});
+}
+
 TEST_F(Plan, SimulateFindsAMissingWait) {
   expect_words(out_of({"simulate", "--program", "fa4-2cta", "--queries", "256", "--keys", "256"}),
                {"dq  error", "ok", "columns 384 to 511: dK"});
@@ -81,10 +102,8 @@ TEST_F(Plan, SimulateFindsAMissingWait) {
 }
 
 TEST_F(Plan, PredictReadsResults) {
-  expect_words(
-      out_of({"predict", "--results",
-              FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"}),
-      {"14 of 14 within 15 %"});
+  expect_words(out_of({"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"}),
+               {"14 of 14 within 15 %"});
 }
 
 TEST_F(Plan, AllCommandsDraw) {
@@ -96,8 +115,7 @@ TEST_F(Plan, AllCommandsDraw) {
            {{"schedule", "--tokens", "2048"}, {"40 processors of", "hsl("}},
            {{"simulate", "--program", "fa4", "--queries", "256", "--keys", "128"},
             {"tensor pipe 0", "loads of CTA 0: copies", "<title>dP, tile 1</title>"}},
-           {{"predict", "--results",
-             FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"},
+           {{"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"},
             {"<circle", "2026-11-29-zen5-bench-quiet.json</text>"}}}) {
     std::vector<std::string> all = arguments;
     all.insert(all.end(), {"--svg", svg});
@@ -148,20 +166,20 @@ TEST_F(Plan, DevicesFromFiles) {
   expect_words(contents("device.svg"), {"h400 &lt;&amp;>"});
   with("\"value\": 4096", "\"value\": 8192");
   expect_words(out_of(roofline),
-               {"MMA                                                             1280"});
+               {"MMA                                                               1280"});
   with("\"value\": 128,\n      \"source\": \"assumed",
        "\"value\": null,\n      \"source\": \"assumed");
   out_of(roofline);
-  for (const auto& [old, now] :
-       std::vector<std::pair<std::string, std::string>>{{"\"value\": 132", "\"value\": 0"},
-                                                        {"\"value\": 132", "\"value\": null"},
-                                                        {"\"value\": 132", "\"value\": \"132\""},
-                                                        {"\"value\": 1980", "\"value\": -1980"},
-                                                        {"\"value\": 1980", "\"value\": 1e999"},
-                                                        {"\"value\": 17", "\"value\": -17"},
-                                                        {"\"sm_count\"", "\"sms\""},
-                                                        {"\"figures\": {", "\"figures\": ["},
-                                                        {"NVIDIA H200 SXM", "\xff\xfe"}}) {
+  for (const auto& [old, now] : std::vector<std::pair<std::string, std::string>>{
+           {"\"value\": 132", "\"value\": 0"},
+           {"\"value\": 132", "\"value\": null"},
+           {"\"value\": 132", "\"value\": \"132\""},
+           {"\"value\": 1980", "\"value\": -1980"},
+           {"\"value\": 1980", "\"value\": 1e999"},
+           {"\"value\": 17", "\"value\": -17"},
+           {"\"sm_count\"", "\"sms\""},
+           {"\"figures\": {", "\"figures\": ["},
+           {"NVIDIA H200 SXM", std::string("\xff\xfe")}}) {
     with(old, now);
     std::vector<std::string> all = {"plan"};
     all.insert(all.end(), roofline.begin(), roofline.end());
@@ -172,14 +190,27 @@ TEST_F(Plan, DevicesFromFiles) {
   EXPECT_EQ(run_tool({"plan", "roofline", "--device", path("none.json")}).exit_status, 2);
 }
 
+// Without results: one call, kernel by kernel.
+TEST_F(Plan, PredictsACall) {
+  const std::string json = path("call.json");
+  expect_words(out_of({"predict", "--tokens", "4096", "--batch", "4", "--head-dim", "192",
+                       "--head-dim-v", "128", "--causal", "--json", json}),
+               {"backward bf16 4,16,4096,192/128 causal on an H200", "prepare",
+                "sm90-backward-wide-D192V128             2", "the call", "TFLOP/s"});
+  expect_words(contents("call.json"), {"cool_tflops", "\"launches\": 2"});
+  expect_words(
+      out_of({"predict", "--pass", "forward", "--packed", "100,3000", "--window", "64,64"}),
+      {"forward bf16 2,16,packed,128 window 64,64", "sm90-forward-D128"});
+  expect_words(out_of({"predict", "--deterministic"}), {"sm90-backward-D128Ordered"});
+}
+
 // A folder: whatever results are in it, and what of them is not predicted.
 TEST_F(Plan, PredictReadsAFolder) {
   const std::string json = path("predicted.json");
-  expect_words(
-      out_of({"predict", "--results", FLASHGRAD_DATA_DIR "/../benchmarks/results", "--json", json}),
-      {"128 of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
-       "packed,128 causal", "window 1024", "16/4,4096", "not predicted: bytes, not times",
-       "not predicted: the peers' times"});
+  expect_words(out_of({"predict", "--results", kResults, "--json", json}),
+               {"of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
+                "packed,128 causal", "window 1024,0", "16/4,4096",
+                "not predicted: bytes, not times", "not predicted: the peers' times"});
   expect_words(contents("predicted.json"),
                {"measured_seconds", "predicted_seconds", "left_out", "mean_error"});
 }
@@ -225,6 +256,9 @@ TEST_F(Plan, Refuses) {
            {"plan", "schedule", "--tokens", "64M"},
            {"plan", "schedule", "--packed", "12,x"},
            {"plan", "schedule", "--packed", "0,0"},
+           {"plan", "schedule", "--packed", "1,2", "--packed-kv", "1"},
+           {"plan", "schedule", "--tokens-kv", "0"},
+           {"plan", "schedule", "--align", "left"},
            {"plan", "schedule", "--window", "-1,-1"},
            {"plan", "schedule", "--batch", "65536", "--heads", "65536"},
            {"plan", "schedule", "--batch", "2147483647"},
@@ -234,6 +268,10 @@ TEST_F(Plan, Refuses) {
            {"plan", "memory", "--tokens", "16", "--gpus", "17"},
            {"plan", "roofline", "--kernel", "hopper-backward", "fa4-forward"},
            {"plan", "predict", "--results", FLASHGRAD_DATA_DIR "/../scripts"},
+           {"plan", "predict", "--tokens", "1024M"},
+           {"plan", "predict", "--window", "-1,-5"},
+           {"plan", "predict", "--pass", "forward", "--deterministic"},
+           {"plan", "predict", "--tokens-kv", "64"},
            {"plan", "simulate", "--program", "fa5"},
            {"plan", "simulate", "--drop-wait", "nobody"},
            {"plan", "simulate", "--causal", "--queries", "1024", "--keys", "512"},

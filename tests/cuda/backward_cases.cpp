@@ -138,6 +138,33 @@ std::vector<Case> cases() {
       c.q_offset = {30, 200, 0};
     });
   }
+  for (const int d : {64, 128}) {
+    // More sequences than threads that sort them.
+    const auto many = [](Case& c) {
+      for (int i = 0; i < 700; ++i) {
+        c.lens_q.push_back(i % 3);
+        c.lens_kv.push_back((i + 1) % 3);
+      }
+      c.lens_q[333] = c.lens_kv[333] = 300;
+    };
+    add("packed, 700 sequences", problem(kB, 0, 0, 0, 4, 2, d, d), kCausal, many);
+    add("deterministic packed, 700 sequences", problem(kB, 0, 0, 0, 4, 2, d, d), kCausal,
+        [=](Case& c) {
+          c.p.deterministic = true;
+          many(c);
+        });
+    add("deterministic packed full", problem(kH, 0, 0, 0, 3, 3, d, d), kFull, [](Case& c) {
+      c.p.deterministic = true;
+      c.lens_q = {700, 0, 2000, 100};
+      c.lens_kv = {300, 200, 1500, 0};
+    });
+    // Marks of unreadable rows for 32 steps and more, through the heads inside of the blocks.
+    add("deterministic gqa 6/2, empty rows", problem(kB, 1, 1451, 1300, 6, 2, d, d), kCausal,
+        [](Case& c) {
+          c.p.deterministic = true;
+          c.plus_inf = true;
+        });
+  }
   add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
   add("d96, dv 40", problem(kB, 2, 200, 300, 4, 2, 96, 40), kCausal);
   add("d33", problem(kB, 2, 200, 200, 4, 4, 33, 33), kCausal);

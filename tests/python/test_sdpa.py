@@ -58,6 +58,11 @@ def test_dimensions():
     compare((q, k, v))  # one key sequence for the whole batch
     k, v = (x[:, :1].detach().requires_grad_() for x in (k, v))
     compare((q, k, v))  # one key head
+    for single in ((0,), (2,), (1,), (0, 1)):
+        inputs = [
+            (x[:, :1] if i in single else x).detach().requires_grad_() for i, x in enumerate(tensors())
+        ]
+        compare(inputs)
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])

@@ -229,6 +229,9 @@ def test_errors_of_the_library():
         fgt.flash_attn_func(q, k.bfloat16(), v)
     with pytest.raises(ValueError, match="cu_seqlens_q: dtype i64, want i32"):
         fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu.long(), cu, 13, 17)
+    for dtype, name in ((torch.int32, "i32"), (torch.int16, "i16"), (torch.int64, "i64")):
+        with pytest.raises(NotImplementedError, match=f"q: dtype {name}"):
+            fgt.flash_attn_func(*(x.detach().to(dtype) for x in (q, k, v)))
     with pytest.raises(ValueError, match="q: 3 dimensions"):
         fgt.flash_attn_func(q[0], k, v)
     with pytest.raises(ValueError, match="alignment: 'left'"):

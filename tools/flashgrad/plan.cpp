@@ -74,6 +74,21 @@ void add_shape(CLI::App& command, PlanArguments& arguments) {
       ->capture_default_str();
 }
 
+void add_tokens_kv(CLI::App& command, PlanArguments& arguments) {
+  command
+      .add_option("--tokens-kv", arguments.tokens_kv, "Keys of a sequence; as many if not given")
+      ->type_name("N");
+}
+
+void add_mask(CLI::App& command, PlanArguments& arguments) {
+  CLI::Option* causal =
+      command.add_flag("--causal", arguments.causal, "A row sees the keys up to its own")
+          ->disable_flag_override();
+  command.add_option("--window", arguments.window, "LEFT,RIGHT, as in `flashgrad run`")
+      ->type_name("LEFT,RIGHT")
+      ->excludes(causal);
+}
+
 void add_roofline(CLI::App& app, PlanArguments& arguments) {
   CLI::App* roofline =
       app.add_subcommand("roofline", "Cycles per resource and tile, what binds, whether it fits");
@@ -104,6 +119,7 @@ void add_memory(CLI::App& app, PlanArguments& arguments) {
       app.add_subcommand("memory", "What a backward pass holds, with P stored and made again");
   add_device(*memory, arguments);
   add_shape(*memory, arguments);
+  add_tokens_kv(*memory, arguments);
   memory->add_option("--dtype", arguments.dtype, "Of the tensors")
       ->type_name("DTYPE")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
@@ -120,6 +136,7 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       "schedule", "Tiles on processors: makespan, idle and waiting time, working set");
   add_device(*schedule, arguments);
   add_shape(*schedule, arguments);
+  add_tokens_kv(*schedule, arguments);
   std::string names;
   for (const plan::Policy& policy : plan::policies(true)) {
     names += (names.empty() ? "" : ", ") + std::string(policy.name);
@@ -131,13 +148,18 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
   schedule->add_option("--order", arguments.order, names)->type_name("NAME")->capture_default_str();
   schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
       ->disable_flag_override();
-  CLI::Option* causal =
-      schedule->add_flag("--causal", arguments.causal, "A row sees the keys up to its own")
-          ->disable_flag_override();
-  schedule->add_option("--window", arguments.window, "LEFT,RIGHT, as in `flashgrad run`")
-      ->type_name("LEFT,RIGHT")
-      ->excludes(causal);
+  add_mask(*schedule, arguments);
+  schedule
+      ->add_option("--align", arguments.align,
+                   "Where the diagonal stands: bottom-right or top-left")
+      ->type_name("CORNER")
+      ->check(CLI::IsMember({"bottom-right", "top-left"}))
+      ->capture_default_str();
   schedule->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+      ->type_name("N,N,...");
+  schedule
+      ->add_option("--packed-kv", arguments.packed_kv,
+                   "Keys of each sequence of --packed; as many if not given")
       ->type_name("N,N,...");
   schedule->add_option("--cluster", arguments.cluster, "CTAs that work together (backward)")
       ->type_name("1|2")
@@ -219,14 +241,29 @@ void add_simulate(CLI::App& app, PlanArguments& arguments) {
 }
 
 void add_predict(CLI::App& app, PlanArguments& arguments) {
-  CLI::App* predict =
-      app.add_subcommand("predict", "Predicted against measured times of benchmarks/results");
+  CLI::App* predict = app.add_subcommand(
+      "predict",
+      "Times of one call on an H200, or predicted beside measured in benchmarks/results");
   predict
-      ->add_option("--results", arguments.results,
-                   "Files of `flashgrad bench`, benchmarks/peers.py and the GPU programs, or a "
-                   "folder of them")
-      ->required()
+      ->add_option(
+          "--results", arguments.results,
+          "Files of `flashgrad bench`, benchmarks/peers.py and the GPU programs, or a folder of "
+          "them; without it the call of the other options")
       ->type_name("FILE");
+  add_shape(*predict, arguments);
+  predict->add_option("--head-dim-v", arguments.head_dim_v, "Of v; 0: as q and k")
+      ->type_name("N")
+      ->check(CLI::Range(0, 256))
+      ->capture_default_str();
+  predict->add_option("--pass", arguments.pass, "forward or backward")
+      ->type_name("PASS")
+      ->check(CLI::IsMember({"forward", "backward"}))
+      ->capture_default_str();
+  add_mask(*predict, arguments);
+  predict->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+      ->type_name("N,N,...");
+  predict->add_flag("--deterministic", arguments.deterministic, "dq in a fixed order (backward)")
+      ->disable_flag_override();
   add_outputs(*predict, arguments);
 }
 

@@ -53,18 +53,19 @@ ordered_json to_json(const plan::Kernel& kernel, const plan::Device& device) {
 }
 
 std::string table_header() {
-  return fmt::format("  {:<30} {:>6} {:>6} {:>6} {:>6} {:>8} {:>6} {:>5}  {}\n", "kernel", "MMA",
-                     "exp", "shared", "HBM", "L2 B/clk", "bound", "busy", "bottleneck");
+  return fmt::format("  {:<32} {:>6} {:>6} {:>6} {:>5} {:>6} {:>8} {:>6} {:>5}  {}\n", "kernel",
+                     "MMA", "exp", "shared", "/MMA", "HBM", "L2 B/clk", "bound", "busy",
+                     "bottleneck");
 }
 
 std::string table_row(const std::string& name, const plan::Account& a) {
   std::string text = fmt::format(
-      "  {:<30} {:>6.0f} {:>6.0f} {:>6.0f} {:>6.0f} {:>8.1f} {:>6.0f} "
+      "  {:<32} {:>6.0f} {:>6.0f} {:>6.0f} {:>4.0f}% {:>6.0f} {:>8.1f} {:>6.0f} "
       "{:>4.0f}%  {}\n",
-      name, a.mma, a.exp, a.shared, a.hbm, a.l2_bytes_per_clk, a.bound, 100 * a.busy(),
-      plan::name_of(a.bottleneck));
+      name, a.mma, a.exp, a.shared, 100 * a.shared / a.mma, a.hbm, a.l2_bytes_per_clk, a.bound,
+      100 * a.busy(), plan::name_of(a.bottleneck));
   for (const std::string& overflow : a.overflows) {
-    text += fmt::format("  {:<30} does not fit: {}\n", "", overflow);
+    text += fmt::format("  {:<32} does not fit: {}\n", "", overflow);
   }
   return text;
 }
@@ -138,7 +139,7 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
       "keys\n",
       kernel.name, device.name, kernel.description, kernel.head_dim, kernel.queries, kernel.keys);
   const auto line = [&text](const std::string& what, double cycles) {
-    text += fmt::format("  {:<60} {:>7.0f}\n", what, cycles);
+    text += fmt::format("  {:<62} {:>7.0f}\n", what, cycles);
   };
   for (const plan::Product& product : kernel.products) {
     line(fmt::format("MMA: {} = {} x {} x {}", product.name, product.rows, product.columns,
@@ -155,13 +156,14 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
     line(fmt::format("shared, all {}", plan::name_of(static_cast<plan::Use>(i))),
          a.by_use[static_cast<std::size_t>(i)]);
   }
+  const double operands = a.by_use[static_cast<std::size_t>(plan::Use::kOperands)];
+  line("shared memory but operands, as the kernel's own account counts", a.shared - operands);
   line("shared memory, as the kernel's own account counts", a.shared);
   line("HBM", a.hbm);
   line("reductions into the L2, where the rate is known", a.l2_reduce);
   line("bound", a.bound);
   if (kernel.workers > 0) {
-    line(fmt::format("expected, warpgroups between products and softmax: {}",
-                     kernel.workers),
+    line(fmt::format("expected, warpgroups between products and softmax: {}", kernel.workers),
          plan::step_cycles(kernel, device));
   }
   text += fmt::format(
@@ -266,18 +268,20 @@ ordered_json plan_memory(const PlanArguments& arguments, std::string* svg) {
   shape.batch = arguments.batch;
   shape.heads_q = arguments.heads;
   shape.heads_kv = heads_kv(arguments);
-  shape.seqlen_q = shape.seqlen_kv = static_cast<double>(parse_tokens(arguments.tokens));
+  const Tokens tokens = parse_tokens(arguments);
+  shape.seqlen_q = static_cast<double>(tokens.q);
+  shape.seqlen_kv = static_cast<double>(tokens.kv);
   shape.head_dim = shape.head_dim_v = arguments.head_dim;
   shape.element_bytes = arguments.dtype == "f32" ? 4 : 2;
   shape.gpus = arguments.gpus;
   if (shape.gpus > shape.seqlen_q) {
     throw Error("--gpus: more GPUs than tokens of a sequence");
   }
-  print_out(
-      fmt::format("backward, batch {} of {} tokens, {} query and {} key heads of {}, {}, "
-                  "each of {} GPUs\n",
-                  arguments.batch, arguments.tokens, arguments.heads, heads_kv(arguments),
-                  arguments.head_dim, arguments.dtype, arguments.gpus));
+  print_out(fmt::format(
+      "backward, batch {} of {} tokens and {} keys, {} query and {} key heads of {}, {}, "
+      "each of {} GPUs\n",
+      arguments.batch, tokens.q, tokens.kv, arguments.heads, heads_kv(arguments),
+      arguments.head_dim, arguments.dtype, arguments.gpus));
   const plan::MemoryPlan standard = plan::standard_backward_memory(shape);
   const plan::MemoryPlan recomputing = plan::recomputing_backward_memory(shape);
   *svg = plan::memory_svg(standard, recomputing);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "plan/account.hpp"
 #include "plan/pictures.hpp"
@@ -54,7 +55,7 @@ Scheduled scheduled_kernel(const PlanArguments& arguments, const plan::Device& d
 
 // Something to do, and not too much of it.
 void require_work(const plan::ScheduleProblem& problem, const plan::TileSize& tile) {
-  const double tiles = static_cast<double>(problem.seqlen_q) / 64 *
+  const double tiles = static_cast<double>(std::max(problem.seqlen_q, problem.seqlen_kv)) / 64 *
                        static_cast<double>(problem.heads_q) * static_cast<double>(problem.batch);
   std::int64_t steps = 0;
   if (tiles <= kMaxTiles) {
@@ -91,14 +92,17 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   problem.head_dim = arguments.head_dim;
   problem.mask = plan_mask(arguments);
   if (arguments.packed.empty()) {
-    problem.seqlen_q = problem.seqlen_kv = parse_tokens(arguments.tokens);
+    const Tokens tokens = parse_tokens(arguments);
+    problem.seqlen_q = tokens.q;
+    problem.seqlen_kv = tokens.kv;
   } else {
-    problem.packed_q = problem.packed_kv = parse_lengths(arguments.packed);
-    for (const std::int32_t length : problem.packed_q) {
-      problem.seqlen_q += length;
-    }
-    problem.seqlen_kv = problem.seqlen_q;
+    const Lengths lengths = parse_lengths(arguments);
+    problem.packed_q = lengths.q;
+    problem.packed_kv = lengths.kv;
+    problem.seqlen_q = std::accumulate(lengths.q.begin(), lengths.q.end(), std::int64_t{0});
+    problem.seqlen_kv = std::accumulate(lengths.kv.begin(), lengths.kv.end(), std::int64_t{0});
   }
+  problem.l2_bytes = device.l2_bytes;
   require_work(problem, scheduled.tile);
 
   plan::Machine machine;
@@ -106,6 +110,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
                            ? arguments.processors
                            : static_cast<int>(device.sm_count) / scheduled.tile.cluster;
   scheduled.tile.max_round = std::clamp(machine.processors / 2, 1, 32);
+  scheduled.tile.slots = machine.processors;
   machine.step_cycles = arguments.step_cycles > 0
                             ? arguments.step_cycles
                             : plan::account(scheduled.kernel, device).bound / scheduled.steps_of_64;

@@ -12,6 +12,33 @@
 #include "text.hpp"
 
 namespace flashgrad::tool {
+namespace {
+
+std::int64_t parse_count(const std::string& text, const char* option) {
+  const bool kilo = !text.empty() && text.back() == 'K';
+  const bool mega = !text.empty() && text.back() == 'M';
+  const std::int64_t number = parse_integer(
+      std::string_view(text).substr(0, text.size() - (kilo || mega ? 1 : 0)), option, 1, 1 << 30);
+  return number * (kilo ? 1 << 10 : mega ? 1 << 20 : 1);
+}
+
+std::vector<std::int32_t> parse_list(const std::string& text, const char* option) {
+  std::vector<std::int32_t> lengths;
+  std::int64_t total = 0;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    lengths.push_back(static_cast<std::int32_t>(
+        parse_integer(std::string_view(text).substr(begin, end - begin), option, 0, 1 << 24)));
+    total += lengths.back();
+    begin = end + 1;
+  }
+  if (total > 1 << 30) {
+    throw Error(fmt::format("{}: more than 2^30 tokens", option));
+  }
+  return lengths;
+}
+
+}  // namespace
 
 std::string read_text(const std::string& path, const char* option) {
   constexpr std::streamsize kMaxBytes = 64 << 20;
@@ -34,27 +61,19 @@ plan::Device device_of(const PlanArguments& arguments) {
              : plan::find_device(arguments.device);
 }
 
-std::int64_t parse_tokens(const std::string& text) {
-  const bool kilo = !text.empty() && text.back() == 'K';
-  const bool mega = !text.empty() && text.back() == 'M';
-  const std::int64_t number =
-      parse_integer(std::string_view(text).substr(0, text.size() - (kilo || mega ? 1 : 0)),
-                    "--tokens", 1, 1 << 30);
-  return number * (kilo ? 1 << 10 : mega ? 1 << 20 : 1);
+Tokens parse_tokens(const PlanArguments& arguments) {
+  const std::int64_t q = parse_count(arguments.tokens, "--tokens");
+  return {q, arguments.tokens_kv.empty() ? q : parse_count(arguments.tokens_kv, "--tokens-kv")};
 }
 
-std::vector<std::int32_t> parse_lengths(const std::string& text) {
-  std::vector<std::int32_t> lengths;
-  std::int64_t total = 0;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    lengths.push_back(static_cast<std::int32_t>(
-        parse_integer(std::string_view(text).substr(begin, end - begin), "--packed", 0, 1 << 24)));
-    total += lengths.back();
-    begin = end + 1;
-  }
-  if (total > 1 << 30) {
-    throw Error("--packed: more than 2^30 tokens");
+Lengths parse_lengths(const PlanArguments& arguments) {
+  Lengths lengths;
+  lengths.q = parse_list(arguments.packed, "--packed");
+  lengths.kv =
+      arguments.packed_kv.empty() ? lengths.q : parse_list(arguments.packed_kv, "--packed-kv");
+  if (lengths.q.size() != lengths.kv.size()) {
+    throw Error(fmt::format("--packed-kv: {} lengths, want {} (those of --packed)",
+                            lengths.kv.size(), lengths.q.size()));
   }
   return lengths;
 }
@@ -75,7 +94,8 @@ BandMask plan_mask(const PlanArguments& arguments) {
     call.window = arguments.window;
   }
   const CallOptions options(call);
-  return {options.options.window_left, options.options.window_right, Alignment::kBottomRight};
+  return {options.options.window_left, options.options.window_right,
+          arguments.align == "top-left" ? Alignment::kTopLeft : Alignment::kBottomRight};
 }
 
 }  // namespace flashgrad::tool

@@ -12,11 +12,19 @@
 
 namespace flashgrad::tool {
 
-// "4096", "512K", "2M".
-std::int64_t parse_tokens(const std::string& text);
+// Rows of q and keys of a sequence: "4096", "512K", "2M".
+struct Tokens {
+  std::int64_t q;
+  std::int64_t kv;
+};
+Tokens parse_tokens(const PlanArguments& arguments);
 
-// "128,4096".
-std::vector<std::int32_t> parse_lengths(const std::string& text);
+// Of the sequences of a packed batch, "128,4096".
+struct Lengths {
+  std::vector<std::int32_t> q;
+  std::vector<std::int32_t> kv;
+};
+Lengths parse_lengths(const PlanArguments& arguments);
 
 // Key heads; throws if they don't divide the query heads.
 int heads_kv(const PlanArguments& arguments);

@@ -237,27 +237,28 @@ class _Forward(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = _forward_op(*parts, sinks, *options)
-        ctx.save_for_backward(out, lse, sinks, *tensors)
-        ctx.direct, ctx.plan, ctx.dim, ctx.options = direct, plan, dim, options
+        ctx.save_for_backward(*tensors, out, lse, sinks)
+        ctx.call = direct, plan, dim, options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        needs = ctx.needs_input_grad[6:]
+        needs = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * (6 + len(needs))
-        need_dsinks = ctx.needs_input_grad[5]
-        out, lse, sinks, *tensors = ctx.saved_tensors
-        dim = ctx.dim
-        saved = (*_parts(tensors, dim), out, lse)
-        if torch.is_grad_enabled() or not (
-            ctx.direct and _is_ordinary(dlse if dout is None else dout, dlse)
-        ):
-            arguments = (dout, dlse, *saved, sinks, *ctx.options)
+            return (None,) * len(needs)
+        need_dsinks, needs = needs[5], needs[6:]
+        direct, plan, dim, options = ctx.call
+        *saved, sinks = ctx.saved_tensors
+        tensors = saved[:-2]
+        if dim is not None:
+            saved = [*_parts(tensors, dim), *saved[-2:]]
+        create_graph = torch.is_grad_enabled()
+        if create_graph or not (direct and _is_ordinary(dlse if dout is None else dout, dlse)):
+            arguments = (dout, dlse, *saved, sinks, *options)
             # A packed tensor is the last one; all of its parts are needed or none.
             needs_parts = (*needs, *needs[-1:] * (3 - len(needs)), need_dsinks)
-            if torch.is_grad_enabled():  # create_graph: the operator's own rule will refuse
+            if create_graph:  # the operator's own rule will refuse
                 *results, dsinks = _backward_op(*arguments, *needs_parts)
             else:
                 with torch._C._AutoDispatchBelowAutograd():
@@ -266,17 +267,21 @@ class _Forward(torch.autograd.Function):
                 n = len(needs) - 1
                 results[n:] = [torch.stack(results[n:], dim)] if needs[-1] else [None]
             results = [x if need else None for x, need in zip(results, needs)]
-            return *[None] * 5, dsinks if need_dsinks else None, *results
+            return (None, None, None, None, None, dsinks if need_dsinks else None, *results)
+        results = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+            for x, need in zip(tensors, needs)
+        ]
+        gradients = results if dim is None else _parts(results, dim)
+        if plan is not None and plan.backward(dout, dlse, saved, gradients, (dim, needs)):
+            return (None, None, None, None, None, None, *results)
         dsinks = _empty(sinks) if need_dsinks else None
-        results = [_empty(x) if need else None for x, need in zip(tensors, needs)]
-        gradients = _parts(results, dim)
-        if ctx.plan is None or not ctx.plan.backward(dout, dlse, saved, gradients):
-            _differentiate(dout, dlse, saved, [*gradients, dsinks], (sinks, *ctx.options))
-        return *[None] * 5, dsinks, *results
+        _differentiate(dout, dlse, saved, [*gradients, dsinks], (sinks, *options))
+        return (None, None, None, None, None, dsinks, *results)
 
 
-# _Forward.apply without what it does for torch.func's transforms, of which none is active where this
-# is called: 1 us less.
+# _Forward.apply without what it does for torch.func's transforms, of which none is active where
+# this is called: 1 us less.
 _apply = super(torch.autograd.Function, _Forward).apply
 
 

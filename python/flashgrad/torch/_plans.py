@@ -22,6 +22,14 @@ _MAX_PLANS = 64
 # allocator, and so does any on a GPU, where the call's stream owns it.
 _KEPT_WORKSPACE_BYTES = 1 << 17
 
+# DLPack's type code and bits.
+_DTYPES = {
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float64: (2, 64),
+}
+
 _FORWARD_NAMES = ("q", "k", "v", "out", "lse")
 _BACKWARD_NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
 
@@ -42,9 +50,9 @@ class _PreparedCall:
         self.call = Call()
         for name, x in zip(names, tensors):
             if x is not None:
-                code = 4 if x.dtype == torch.bfloat16 else 2  # kDLBfloat, kDLFloat
-                bits = 8 * x.itemsize
-                self.call.add_shape(SLOT[name], x.shape, code, bits, x.stride(), dlpack_device)
+                self.call.add_shape(
+                    SLOT[name], x.shape, *_DTYPES[x.dtype], x.stride(), dlpack_device
+                )
         self.words = self.call.words()
         self.data_words = [DATA_WORD[SLOT[name]] for name in names]
         self.prepare()
@@ -105,11 +113,11 @@ def find(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        # Other ranks and mixed devices the library refuses, other strides are copied first.
+        # The library refuses other ranks and dtypes and mixed devices; other strides are copied.
         if not (
             q.ndim == k.ndim == v.ndim == 4
             and q.device == k.device == v.device
-            and all(x.stride(-1) == 1 for x in (q, k, v))
+            and all(x.stride(-1) == 1 and x.dtype in _DTYPES for x in (q, k, v))
         ):
             return None
         if len(_plans) >= _MAX_PLANS:
@@ -146,19 +154,28 @@ class Plan:
         dlse: Any,
         saved: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
+        form: Any,
     ) -> bool:
         """Writes dq, dk and dv, where they are not None, of the saved q, k, v, out and lse.
 
-        False: a tensor has to be copied first, and nothing was written.
+        The gradients' strides depend on ``form`` alone. False: a tensor has to be copied first, and
+        nothing was written.
         """
-        tensors = (*saved, dout, dlse, *gradients)
-        key = tuple([None if x is None else x.stride() for x in tensors])
-        # Hooks on saved tensors may have given them other strides.
-        if any([strides[-1] != 1 for strides in key[:5]]):
-            return False
-        if any([strides is not None and strides[-1] > 1 for strides in key[5:7]]):
-            return False
-        self._run(BACKWARD, key, tensors)
+        key: list[Any] = [form]
+        for x in saved:  # hooks on saved tensors may have given them other strides
+            strides = x.stride()
+            if strides[-1] != 1:
+                return False
+            key.append(strides)
+        for x in (dout, dlse):
+            if x is None:
+                key.append(None)
+            else:
+                strides = x.stride()
+                if strides[-1] > 1:
+                    return False
+                key.append(strides)
+        self._run(BACKWARD, tuple(key), (*saved, dout, dlse, *gradients))
         return True
 
     def _run(self, which: int, key: Any, tensors: Sequence[Any]) -> None:

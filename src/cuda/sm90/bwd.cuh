@@ -53,6 +53,13 @@ __device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapp
   }
 }
 
+// A tile as prepare has described it. By a warp.
+__device__ __forceinline__ void load_tile(KeyTile* tile, const KeyTile* from) {
+  for (unsigned i = threadIdx.x % 32; i < sizeof(KeyTile) / 4; i += 32) {
+    reinterpret_cast<std::uint32_t*>(tile)[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+  }
+}
+
 template <BwdVariant kVariant, class T>
 __global__ __launch_bounds__(BwdConfig::kThreads,
                              1) void bwd_main(const __grid_constant__ BwdMaps maps,
@@ -73,11 +80,11 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     shared.init_barriers();
   } else if (threadIdx.x == 32) {
     prefetch(maps, p.mapped);
-  } else if (threadIdx.x == 128) {
+  } else if (threadIdx.x / 32 == 4) {
+    ptx::grid_dependency_wait();
     if constexpr (!C.ordered) {
-      tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);
-    } else if (rank == 0) {
-      ptx::grid_dependency_wait();
+      load_tile(&tile, p.tiles + blockIdx.x);
+    } else if (threadIdx.x == 128 && rank == 0) {
       ptx::store_shared(ticket, atomicAdd(p.order.ticket, 1U));
     }
   }
@@ -86,9 +93,8 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     ptx::cluster_sync();
   }
   if constexpr (C.ordered) {
-    if (threadIdx.x == 128) {
-      const std::uint32_t number = ptx::load_from_cta(ticket, 0);
-      tile = key_tile<C.block_n(), C.cluster, true>(p, number * C.cluster + rank);
+    if (threadIdx.x / 32 == 4) {
+      load_tile(&tile, p.tiles + (ptx::load_from_cta(ticket, 0) * C.cluster + rank));
     }
     __syncthreads();
   }

@@ -12,7 +12,6 @@
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_repair.hpp"
-#include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
@@ -62,6 +61,10 @@ struct Plan {
   int padded_head_dim = 0;
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
+  // bwd.cuh runs.
+  [[nodiscard]] bool has_main(const Problem& p) const {
+    return variant >= 0 && (p.wants_dk || p.wants_dv || accumulates_dq(p));
+  }
   [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
 };
 
@@ -78,6 +81,19 @@ Plan make_plan(const Problem& p) {
   return plan;
 }
 
+// Keys of a tile of the main kernel, or of its cluster's.
+std::int64_t keys_per_tile(const Plan& plan) {
+  return kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
+}
+
+// Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
+std::int64_t key_tiles_per_unit(const Problem& p, const Plan& plan) {
+  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys_per_tile(plan));
+}
+std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
+  return (p.packed ? 1 : p.batch) * p.heads_kv * key_tiles_per_unit(p, plan);
+}
+
 // The pieces of the workspace, as offsets from its aligned start.
 struct Layout {
   std::int64_t num_q_blocks = 0;
@@ -88,6 +104,9 @@ struct Layout {
   std::size_t dq_accumulator = 0;
   std::size_t counters = 0;
   std::size_t ticket = 0;
+  std::size_t tiles = 0;
+  std::size_t packed_tiles = 0;
+  std::size_t num_packed_tiles = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
@@ -111,6 +130,12 @@ Layout make_layout(const Problem& p, const Plan& plan) {
       plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
+  if (plan.has_main(p)) {
+    const std::int64_t tiles = num_key_tiles(p, plan);
+    layout.tiles = take(tiles * kBwdConfigs[plan.variant].cluster * std::int64_t{sizeof(KeyTile)});
+    layout.packed_tiles = p.packed ? take(tiles * std::int64_t{sizeof(PackedTile)}) : 0;
+    layout.num_packed_tiles = p.packed ? take(4) : 0;
+  }
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
@@ -123,6 +148,25 @@ bool hides_nothing(const BandMask& mask) {
 // the device.
 int max_round(const Problem& p, int cluster, const cuda::DeviceProperties& device) {
   return hides_nothing(p.mask) ? std::clamp(device.num_multiprocessors / (2 * cluster), 1, 32) : 0;
+}
+
+// Bytes of q, dout and the sums of dq of a key head's group, for each query.
+std::int64_t bytes_per_query(const Problem& p) {
+  return p.group() * (6 * p.head_dim + 2 * p.head_dim_v);
+}
+
+PackedPass make_packed_pass(const Problem& p, const Plan& plan,
+                            const cuda::DeviceProperties& device) {
+  const int cluster = kBwdConfigs[plan.variant].cluster;
+  return {.of_keys = true,
+          .last_block_first = false,
+          .tile_rows = static_cast<std::uint32_t>(keys_per_tile(plan)),
+          .heads = static_cast<std::uint32_t>(p.heads_kv),
+          .heads_per_key = 1,
+          .slots = static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
+          .l2_rows = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)),
+          .class_shift = class_shift(p.max_seqlen_q),
+          .max_round = plan.ordered() ? max_round(p, cluster, device) : 0};
 }
 
 template <class Out>
@@ -175,9 +219,9 @@ Scales make_scales(const Problem& p) {
   return scales;
 }
 
-Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
-                float* dq_accumulator, const DqOrder& order, const cuda::DeviceProperties& device) {
-  const int block_n = kBwdConfigs[plan.variant].block_n();
+BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
+                           const RowStatistics& rows, float* dq_accumulator, const DqOrder& order,
+                           const KeyTile* tiles, const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
   BwdParams params{};
@@ -186,8 +230,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.group = p.group();
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
-  params.num_kv_blocks =
-      num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, block_n * cluster);
+  params.num_kv_blocks = key_tiles_per_unit(p, plan);
   params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
   params.q = args.q;
   params.k = args.k;
@@ -197,31 +240,37 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
   params.dq_accumulator = dq_accumulator;
-  std::int64_t units_at_least = 1;
+  params.tiles = tiles;
   if (plan.ordered()) {
     params.order = order;
     params.dq = p.wants_dq ? args.dq : Tensor{};
     params.max_round = max_round(p, cluster, device);
     if (params.max_round > 0) {
       // A round whose size only the device knows lies inside of a unit's tiles.
-      params.round = p.packed || p.has_seqused_q || p.has_seqused_kv
-                         ? params.num_kv_blocks
+      params.round = p.has_seqused_q || p.has_seqused_kv
+                         ? std::max<std::int64_t>(params.num_kv_blocks, 1)
                          : rotation((p.seqlen_q + kBlockM - 1) / kBlockM, params.num_kv_blocks,
                                     params.max_round)
                                .round;
-      params.round = std::max<std::int64_t>(params.round, 1);
-      // The second round of a unit waits for its first, so others must fill the device till then.
-      units_at_least = (device.num_multiprocessors / cluster + params.round - 1) / params.round;
     }
   }
-  params.section =
-      bwd_section(params.num_units, p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v),
-                  units_at_least, device.l2_bytes);
+  params.section = units_together(
+      static_cast<std::uint32_t>(params.num_units),
+      rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
+          static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
+      units_that_fill(
+          static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
+          static_cast<std::uint32_t>(params.max_round > 0 ? params.round : params.num_kv_blocks)));
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
+  return params;
+}
+
+Status run_main(const Problem& p, const Args& args, const Plan& plan, BwdParams params) {
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, block_n, &maps, &params.mapped));
+  FG_RETURN_IF_ERROR(
+      make_maps(p, args, kBwdConfigs[plan.variant].block_n(), &maps, &params.mapped));
   return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
@@ -307,6 +356,20 @@ Status run(const Problem& p, const Args& args) {
   }
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
+  BwdParams main{};
+  KeyTileParams tiles{};
+  if (plan.has_main(p)) {
+    const BwdConfig& config = kBwdConfigs[plan.variant];
+    tiles.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
+    tiles.form = {config.block_n(), config.cluster, config.ordered};
+    tiles.num_tiles = static_cast<std::uint32_t>(num_key_tiles(p, plan));
+    if (p.packed) {
+      tiles.packed = make_packed_pass(p, plan, device);
+      tiles.packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
+      tiles.num_packed_tiles = word(layout.num_packed_tiles);
+    }
+    main = make_main_params(p, args, plan, rows, dq_accumulator, order, tiles.tiles, device);
+  }
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
                                  .head_dim_v = p.head_dim_v,
@@ -322,9 +385,18 @@ Status run(const Problem& p, const Args& args) {
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .head_dim = p.head_dim};
-  FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                                  {.num_ctas = q_tiles, .num_threads = kPrepareThreads},
-                                  args.stream, prepare));
+  FG_RETURN_IF_ERROR(
+      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                   {.num_ctas = key_tile_ctas(tiles) + q_tiles, .num_threads = kPrepareThreads},
+                   args.stream, prepare, main, tiles));
+  if (tiles.packed_tiles != nullptr) {
+    FG_RETURN_IF_ERROR(cuda::launch(
+        "sm90 backward tiles", bwd_packed_tiles,
+        {.num_ctas = (std::int64_t{tiles.num_tiles} + kPrepareThreads - 1) / kPrepareThreads,
+         .num_threads = kPrepareThreads,
+         .overlaps_predecessor = true},
+        args.stream, main, tiles));
+  }
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -334,8 +406,8 @@ Status run(const Problem& p, const Args& args) {
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
                                    reinterpret_cast<std::uint8_t*>(room), device));
-  } else if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
-    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, order, device));
+  } else if (plan.has_main(p)) {
+    FG_RETURN_IF_ERROR(run_main(p, args, plan, main));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));

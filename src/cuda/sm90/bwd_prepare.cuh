@@ -16,6 +16,8 @@
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/config.hpp"
+#include "cuda/sm90/key_tile.cuh"
+#include "cuda/sm90/packed_order.cuh"
 #include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
@@ -62,6 +64,42 @@ __device__ __forceinline__ bool is_wide(const Tensor& t) {
          t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
 }
 
+// CTAs of prepare that describe the main kernel's tiles, a thread a cluster of tiles; one that puts
+// those of a packed batch in order.
+FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles) {
+  return tiles.tiles == nullptr ? 0
+         : tiles.packed_tiles != nullptr
+             ? 1
+             : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+}
+
+// The tiles of a cluster, by one thread.
+__device__ __forceinline__ void describe_tiles(const BwdParams& main, const KeyTileParams& tiles,
+                                               std::uint32_t index, const PackedTile& place) {
+#pragma unroll 1
+  for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+    tiles.tiles[index * tiles.form.cluster + rank] = key_tile_at(main, tiles.form, place, rank);
+  }
+}
+
+// Between prepare and the main kernel of a packed batch.
+__global__ __launch_bounds__(kPrepareThreads) void bwd_packed_tiles(
+    const __grid_constant__ BwdParams main, const __grid_constant__ KeyTileParams tiles) {
+  ptx::grid_dependency_launch();
+  const std::uint32_t index = blockIdx.x * kPrepareThreads + threadIdx.x;
+  ptx::grid_dependency_wait();
+  if (index >= tiles.num_tiles) {
+    return;
+  }
+  if (index < *tiles.num_packed_tiles) {
+    describe_tiles(main, tiles, index, tiles.packed_tiles[index]);
+  } else {
+    for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+      tiles.tiles[index * tiles.form.cluster + rank] = KeyTile{};  // no steps, writes no rows
+    }
+  }
+}
+
 // dq = 0 in the rows of a block that no key reaches.
 __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const SequenceSpan& sequence,
                                          std::int64_t row_begin, std::int64_t head) {
@@ -80,11 +118,26 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
 
 template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
-                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p) {
+                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
+                                                 const __grid_constant__ BwdParams main,
+                                                 const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
+  const unsigned tile_ctas = key_tile_ctas(tiles);
+  if (blockIdx.x < tile_ctas) {
+    const std::uint32_t tile = blockIdx.x * kPrepareThreads + threadIdx.x;
+    if (tiles.packed_tiles != nullptr) {
+      make_packed_order<kPrepareThreads>(tiles.packed, p.sequences, tiles.num_tiles,
+                                         tiles.packed_tiles, tiles.num_packed_tiles);
+    } else if (tile < tiles.num_tiles) {
+      describe_tiles(main, tiles, tile,
+                     tile_place(main, tiles.form.block_n * tiles.form.cluster, tile));
+    }
+    return;
+  }
+  const unsigned index = blockIdx.x - tile_ctas;
   const auto heads = static_cast<unsigned>(p.heads_q);
-  const std::int64_t block = blockIdx.x / heads;
-  const std::int64_t head = blockIdx.x % heads;
+  const std::int64_t block = index / heads;
+  const std::int64_t head = index % heads;
   const Sequences& s = p.sequences;
   const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
   const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
@@ -102,7 +155,7 @@ __global__ __launch_bounds__(kPrepareThreads,
       clear_dq(p, sequence, row_begin, head);
     }
   }
-  if (p.order.ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+  if (p.order.ticket != nullptr && index == 0 && threadIdx.x == 0) {
     *p.order.ticket = 0;
   }
   if (p.dq_accumulator != nullptr) {

@@ -9,6 +9,8 @@
 
 namespace flashgrad::sm90 {
 
+struct KeyTile;  // key_tile.cuh
+
 // The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
 // through all spans (sequences.cuh).
 inline constexpr std::int32_t kHasNan = 2;
@@ -68,6 +70,8 @@ struct BwdParams {
   std::int64_t num_units;
   std::int64_t section;    // units whose tiles are launched together, longest tiles first
   std::int64_t round = 1;  // neighbouring tiles of a unit launched together
+  // Of each CTA in the order of the launch, described by prepare; null: no bwd.cuh.
+  const KeyTile* tiles;
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
   Tensor q, k, v, dout;
   std::uint32_t mapped;  // bits kMapQ...
