@@ -90,6 +90,10 @@ __device__ __forceinline__ void store_release(std::uint32_t* address, std::uint3
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void reduce_release(std::uint32_t* address, std::uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // The word at the same offset `address` in the shared memory of CTA `cta` of the cluster.
 __device__ __forceinline__ std::uint32_t load_from_cta(std::uint32_t address, std::uint32_t cta) {
   std::uint32_t value;

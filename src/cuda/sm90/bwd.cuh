@@ -104,6 +104,13 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if constexpr (C.ordered && C.cluster == 2) {
       ptx::cluster_sync();  // the ticket has been read
     }
+    if constexpr (!C.ordered) {
+      if (warpgroup == 0 && p.dq_ring.distance > 0) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        recycle_dq<C, T>(p, tile, static_cast<int>(threadIdx.x) / 32, lane);
+        count_warp(p.dq_ring.counters + 2 * unit_of(p, tile), lane);
+      }
+    }
     return;
   }
   if (warpgroup == 0) {

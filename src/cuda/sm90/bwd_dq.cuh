@@ -7,6 +7,7 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/sm90/bwd_load.cuh"
 #include "cuda/sm90/bwd_order.cuh"
+#include "cuda/sm90/bwd_recycle.cuh"
 #include "cuda/tile/fragment.hpp"
 #include "cuda/tile/gemm.cuh"
 
@@ -56,6 +57,17 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   __syncwarp();
+  int unit_offset = 0;  // of the accumulators' blocks
+  if constexpr (!C.ordered) {
+    const int unit = unit_of(p, tile);
+    unit_offset = (unit % p.dq_ring.slots - tile.head_kv) *
+                      (static_cast<int>(p.group) * p.dq_ring.head_blocks) +
+                  (p.sequences.packed() ? tile.q_block : 0);
+    if (p.dq_ring.distance > 0) {
+      recycle_dq<C, T>(p, tile, warp, lane);
+      wait_for_slot<C>(p, unit);
+    }
+  }
   ptx::mbarrier_wait(shared.k_full(), 0);
   StepWalk<C.ordered> walk(tile, static_cast<int>(p.group));
   Turn turn(tile);
@@ -79,8 +91,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   for (int step = 0; step < tile.num_steps; ++step) {
     // Worked out where it is used: no registers to keep it through the products.
     const auto accumulator = [&] {
-      return p.dq_accumulator +
-             static_cast<std::int64_t>(walk.slot(p.rows, tile)) * (kBlockM * C.head_dim) +
+      const int block = C.ordered ? walk.slot(p.rows, tile)
+                                  : unit_offset + walk.head * p.dq_ring.head_blocks + walk.m;
+      return p.dq_accumulator + static_cast<std::int64_t>(block) * (kBlockM * C.head_dim) +
              tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
     };
     const auto counter = [&] { return p.order.counters + 2 * walk.slot(p.rows, tile) + rank; };
@@ -216,6 +229,8 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     if (adds) {
       finish_dq<C, T>(p, shared_tile, rank, warp, lane);
     }
+  } else if (p.dq_ring.distance > 0) {
+    count_warp(p.dq_ring.counters + 2 * unit_of(p, shared_tile), lane);
   }
 }
 

@@ -3,6 +3,7 @@
 // launches prepare, main and finish, chained by programmatic dependent launch.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 #include "cuda/common/launch.hpp"
@@ -14,6 +15,7 @@
 #include "cuda/sm90/bwd_repair.hpp"
 #include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
+#include "cuda/sm90/dq_ring.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
 namespace flashgrad::sm90 {
@@ -55,17 +57,59 @@ int find_variant(const Problem& p, bool ordered) {
   return found;
 }
 
+// q, dout and dq accumulators of a unit, as bwd_section wants them.
+std::int64_t unit_bytes(const Problem& p) {
+  return p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
+}
+
+std::int64_t num_units(const Problem& p) { return (p.packed ? 1 : p.batch) * p.heads_kv; }
+
+// Query blocks per head of a unit.
+std::int64_t head_blocks(const Problem& p) {
+  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, kBlockM);
+}
+
+long env(const char* name, long otherwise) {
+  const char* x = std::getenv(name);
+  return x != nullptr ? std::atol(x) : otherwise;
+}
+
+DqRingPlan plan_ring(const Problem& p, const BwdConfig& config,
+                     const cuda::DeviceProperties& device) {
+  const std::int64_t units = num_units(p);
+  DqRingPlan plan{.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes),
+                  .slots = static_cast<std::int32_t>(units),
+                  .distance = 0};
+  if (p.packed || !p.wants_dq || env("FG_X_OFF", 0)) {
+    return plan;
+  }
+  const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
+  const std::int64_t block = config.block_n() * config.cluster;
+  const std::int64_t tiles = (p.seqlen_kv + block - 1) / block * config.cluster;
+  const std::int64_t section = env("FG_X_G", full ? 1 : std::max<std::int64_t>(1, plan.section / 2));
+  const std::int64_t gap = (env("FG_X_GAP", 165) + tiles - 1) / tiles;
+  const std::int64_t distance = section + gap;
+  const std::int64_t slots = distance + section + (env("FG_X_MARGIN", 33) + tiles - 1) / tiles;
+  if (distance < units) {
+    plan.section = section;
+    plan.distance = static_cast<std::int32_t>(distance);
+    plan.slots = static_cast<std::int32_t>(std::min(units, slots));
+  }
+  return plan;
+}
+
 // Which kernels run.
 struct Plan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
   bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
   int padded_head_dim = 0;
+  DqRingPlan ring{};  // of main kernels that are not ordered
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
   [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
 };
 
-Plan make_plan(const Problem& p) {
+Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
   Plan plan;
   plan.variant = find_variant(p, p.deterministic);
   plan.separate_dq =
@@ -75,6 +119,9 @@ Plan make_plan(const Problem& p) {
                          : width <= 64                          ? 64
                          : width <= 128                         ? 128
                                                                 : kMaxHeadDim;
+  if (plan.variant >= 0 && !plan.ordered()) {
+    plan.ring = plan_ring(p, kBwdConfigs[plan.variant], device);
+  }
   return plan;
 }
 
@@ -86,6 +133,7 @@ struct Layout {
   std::size_t unreadable = 0;
   std::size_t dsink_partial = 0;
   std::size_t dq_accumulator = 0;
+  std::size_t ring_counters = 0;
   std::size_t counters = 0;
   std::size_t ticket = 0;
   std::size_t bytes = 0;  // alignment of the start included
@@ -107,8 +155,11 @@ Layout make_layout(const Problem& p, const Plan& plan) {
   layout.neg_delta = take(blocks * kBlockM * 4);
   layout.unreadable = take(blocks * 4);
   layout.dsink_partial = p.wants_dsinks ? take(blocks * 4) : 0;
+  const std::int64_t accumulated =
+      plan.ordered() ? blocks : plan.ring.slots * p.group() * head_blocks(p);
   layout.dq_accumulator =
-      plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
+      plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
+  layout.ring_counters = plan.ring.distance > 0 ? take(num_units(p) * 2 * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
   layout.bytes = end > 0 ? end + kAlignment : 0;
@@ -176,7 +227,8 @@ Scales make_scales(const Problem& p) {
 }
 
 Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
-                float* dq_accumulator, const DqOrder& order, const cuda::DeviceProperties& device) {
+                float* dq_accumulator, const DqRing& ring, const DqOrder& order,
+                const cuda::DeviceProperties& device) {
   const int block_n = kBwdConfigs[plan.variant].block_n();
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
@@ -188,7 +240,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.head_dim_v = p.head_dim_v;
   params.num_kv_blocks =
       num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, block_n * cluster);
-  params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
+  params.num_units = num_units(p);
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
@@ -197,10 +249,11 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
   params.dq_accumulator = dq_accumulator;
+  params.dq_ring = ring;
+  params.dq = p.wants_dq ? args.dq : Tensor{};
   std::int64_t units_at_least = 1;
   if (plan.ordered()) {
     params.order = order;
-    params.dq = p.wants_dq ? args.dq : Tensor{};
     params.max_round = max_round(p, cluster, device);
     if (params.max_round > 0) {
       // A round whose size only the device knows lies inside of a unit's tiles.
@@ -214,9 +267,9 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
       units_at_least = (device.num_multiprocessors / cluster + params.round - 1) / params.round;
     }
   }
-  params.section =
-      bwd_section(params.num_units, p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v),
-                  units_at_least, device.l2_bytes);
+  params.section = plan.ordered() ? bwd_section(params.num_units, unit_bytes(p), units_at_least,
+                                                device.l2_bytes)
+                                  : plan.ring.section;
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
@@ -281,10 +334,10 @@ Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows,
 
 template <class T>
 Status run(const Problem& p, const Args& args) {
-  const Plan plan = make_plan(p);
-  const Layout layout = make_layout(p, plan);
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
+  const Plan plan = make_plan(p, device);
+  const Layout layout = make_layout(p, plan);
   const auto start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
   const auto at = [start](std::size_t offset) { return reinterpret_cast<float*>(start + offset); };
@@ -305,6 +358,11 @@ Status run(const Problem& p, const Args& args) {
     order = {p.wants_dq ? word(layout.counters) : nullptr, word(layout.ticket)};
     keys_per_turn = kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
   }
+  const DqRing ring{
+      .slots = plan.ring.slots,
+      .distance = dq_accumulator != nullptr ? plan.ring.distance : 0,
+      .head_blocks = static_cast<std::int32_t>(head_blocks(p)),
+      .counters = plan.ring.distance > 0 ? word(layout.ring_counters) : nullptr};
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
@@ -318,6 +376,9 @@ Status run(const Problem& p, const Args& args) {
                                  .rows = rows,
                                  .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
                                  .block_floats = kBlockM * plan.padded_head_dim,
+                                 .dq_ring = ring,
+                                 .num_units = num_units(p),
+                                 .group = p.group(),
                                  .order = order,
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
@@ -335,21 +396,26 @@ Status run(const Problem& p, const Args& args) {
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
                                    reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
   } else if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
-    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, order, device));
+    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, ring, order, device));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
   }
   if (plan.accumulates_dq(p) && !plan.ordered()) {
+    const std::int64_t first_unit = ring.distance > 0 ? num_units(p) - ring.distance : 0;
     const BwdFinishParams finish{.sequences = make_sequences(p, args),
-                                 .heads_q = p.heads_q,
+                                 .heads_kv = p.heads_kv,
+                                 .group = p.group(),
                                  .head_dim = p.head_dim,
-                                 .num_blocks = layout.num_q_blocks,
+                                 .first_unit = first_unit,
                                  .dq_accumulator = dq_accumulator,
+                                 .dq_ring = ring,
                                  .dq = args.dq,
                                  .scale = static_cast<float>(p.scale)};
     const cuda::LaunchShape shape{
-        .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
+        .num_ctas = (num_units(p) - first_unit) * p.group() * ring.head_blocks,
+        .num_threads = kFinishThreads,
+        .overlaps_predecessor = true};
     FG_RETURN_IF_ERROR(p.dq_dtype == DType::kF32
                            ? launch_finish<float>(plan.padded_head_dim, shape, args.stream, finish)
                            : launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
@@ -377,10 +443,11 @@ Status supports_backward(const Problem& p) {
 }
 
 WorkspaceSize backward_workspace_size(const Problem& p) {
-  const Plan plan = make_plan(p);
-  const std::size_t bytes = make_layout(p, plan).bytes;
   cuda::DeviceProperties device;
-  if (plan.variant >= 0 || !cuda::device_properties(p.device_id, &device).ok()) {
+  const bool known = cuda::device_properties(p.device_id, &device).ok();
+  const Plan plan = make_plan(p, device);
+  const std::size_t bytes = make_layout(p, plan).bytes;
+  if (plan.variant >= 0 || !known) {
     return {bytes, bytes};
   }
   return {bytes,

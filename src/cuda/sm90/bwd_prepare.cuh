@@ -106,9 +106,23 @@ __global__ __launch_bounds__(kPrepareThreads,
     *p.order.ticket = 0;
   }
   if (p.dq_accumulator != nullptr) {
-    float4* accumulator = reinterpret_cast<float4*>(p.dq_accumulator + slot * p.block_floats);
-    for (int i = static_cast<int>(threadIdx.x); i < p.block_floats / 4; i += kPrepareThreads) {
-      accumulator[i] = make_float4(0, 0, 0, 0);
+    // Slot u is unit u's at first.
+    const auto group = static_cast<unsigned>(p.group);
+    const auto head_kv = static_cast<unsigned>(head) / group;
+    const std::int64_t unit = s.packed() ? head_kv : span * (heads / group) + head_kv;
+    const std::int64_t in_head = s.packed() ? block : block - first;
+    if (unit < p.dq_ring.slots) {
+      float4* accumulator = reinterpret_cast<float4*>(
+          p.dq_accumulator +
+          ((unit * group + static_cast<unsigned>(head) % group) * p.dq_ring.head_blocks + in_head) *
+              p.block_floats);
+      for (int i = static_cast<int>(threadIdx.x); i < p.block_floats / 4; i += kPrepareThreads) {
+        accumulator[i] = make_float4(0, 0, 0, 0);
+      }
+    }
+    if (p.dq_ring.counters != nullptr && in_head == 0 &&
+        static_cast<unsigned>(head) == head_kv * group && threadIdx.x < 2) {
+      p.dq_ring.counters[2 * unit + threadIdx.x] = 0;
     }
   }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
+#include "cuda/sm90/dq_ring.hpp"
 #include "cuda/sm90/sequences.cuh"
 
 namespace flashgrad::sm90 {
@@ -42,8 +43,11 @@ struct BwdPrepareParams {
   Tensor dlse;         // likewise; null: 0
   const float* sinks;  // (heads_q), or null
   RowStatistics rows;
-  float* dq_accumulator;      // (heads_q, num_blocks, 64 * head_dim) f32, zeroed; null: not wanted
+  float* dq_accumulator;      // of BwdParams, zeroed; null: not wanted
   std::int64_t block_floats;  // 64 * padded head_dim
+  DqRing dq_ring;             // its counters are zeroed
+  std::int64_t num_units;     // of the ring
+  std::int64_t group;
   DqOrder order;              // set where not null
   std::int64_t keys_per_turn;
   Tensor dq;  // with counters: rows of blocks that no key reaches become 0
@@ -73,10 +77,12 @@ struct BwdParams {
   std::uint32_t mapped;  // bits kMapQ...
   Tensor dk, dv;         // null: not wanted
   RowStatistics rows;
-  float* dq_accumulator;  // (heads_q, num_blocks, 64 * head_dim) f32 in fragment order; null: not
-                          // wanted
-  DqOrder order;          // ordered kernels
-  Tensor dq;              // likewise, with dq
+  // f32 in fragment order, (dq_ring.slots, group, dq_ring.head_blocks, 64 * head_dim) or, in ordered
+  // kernels, (heads_q, num_blocks, 64 * head_dim); null: not wanted
+  float* dq_accumulator;
+  DqRing dq_ring;  // kernels that are not ordered
+  DqOrder order;   // ordered kernels
+  Tensor dq;       // ordered kernels, and those that finish units
   int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
   float scale;
   float scale_log2;     // scale * log2(e); with softcap: softcap * log2(e)
@@ -111,10 +117,12 @@ struct BwdQueryParams {
 
 struct BwdFinishParams {
   Sequences sequences;
-  std::int64_t heads_q;
+  std::int64_t heads_kv;
+  std::int64_t group;
   std::int64_t head_dim;
-  std::int64_t num_blocks;
-  const float* dq_accumulator;  // (heads_q, num_blocks, 64 * padded head_dim) f32 in fragment order
+  std::int64_t first_unit;      // those before it are finished
+  const float* dq_accumulator;  // of BwdParams
+  DqRing dq_ring;
   Tensor dq;
   float scale;
 };
