@@ -94,6 +94,11 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   }
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
+  if constexpr (C.serves_units()) {
+    if (warpgroup > 0) {
+      prepare_ahead<C, T>(p, tile, ptx::thread_index() - 128);
+    }
+  }
   if (tile.num_steps == 0) {
     if (p.dk) {
       store_zeros(p.dk, tile, static_cast<int>(p.head_dim));
@@ -104,11 +109,11 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if constexpr (C.ordered && C.cluster == 2) {
       ptx::cluster_sync();  // the ticket has been read
     }
-    if constexpr (!C.ordered) {
+    if constexpr (C.serves_units()) {
       if (warpgroup == 0 && p.dq_ring.distance > 0) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         recycle_dq<C, T>(p, tile, static_cast<int>(threadIdx.x) / 32, lane);
-        count_warp(p.dq_ring.counters + 2 * unit_of(p, tile), lane);
+        count_warp(unit_counter(p, unit_of(p, tile), DqRing::kAdded), lane);
       }
     }
     return;

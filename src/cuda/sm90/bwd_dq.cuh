@@ -51,6 +51,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {
     loader.load_k();
+    if constexpr (C.serves_units()) {
+      wait_for_rows<C>(p, unit_of(p, tile));
+    }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
       loader.load_step(step);
@@ -63,9 +66,11 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     unit_offset = (unit % p.dq_ring.slots - tile.head_kv) *
                       (static_cast<int>(p.group) * p.dq_ring.head_blocks) +
                   (p.sequences.packed() ? tile.q_block : 0);
-    if (p.dq_ring.distance > 0) {
-      recycle_dq<C, T>(p, tile, warp, lane);
-      wait_for_slot<C>(p, unit);
+    if constexpr (C.serves_units()) {
+      if (p.dq_ring.distance > 0) {
+        recycle_dq<C, T>(p, tile, warp, lane);
+        wait_for_slot<C>(p, unit);
+      }
     }
   }
   ptx::mbarrier_wait(shared.k_full(), 0);
@@ -229,8 +234,11 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     if (adds) {
       finish_dq<C, T>(p, shared_tile, rank, warp, lane);
     }
-  } else if (p.dq_ring.distance > 0) {
-    count_warp(p.dq_ring.counters + 2 * unit_of(p, shared_tile), lane);
+  }
+  if constexpr (C.serves_units()) {
+    if (p.dq_ring.distance > 0) {
+      count_warp(unit_counter(p, unit_of(p, shared_tile), DqRing::kAdded), lane);
+    }
   }
 }
 

@@ -80,7 +80,7 @@ DqRingPlan plan_ring(const Problem& p, const BwdConfig& config,
   DqRingPlan plan{.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes),
                   .slots = static_cast<std::int32_t>(units),
                   .distance = 0};
-  if (p.packed || !p.wants_dq || env("FG_X_OFF", 0)) {
+  if (p.packed || !config.serves_units() || env("FG_X_OFF", 0)) {
     return plan;
   }
   const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
@@ -94,6 +94,7 @@ DqRingPlan plan_ring(const Problem& p, const BwdConfig& config,
     plan.section = section;
     plan.distance = static_cast<std::int32_t>(distance);
     plan.slots = static_cast<std::int32_t>(std::min(units, slots));
+    plan.ahead = p.wants_dsinks || env("FG_X_NOAHEAD", 0) ? 0 : plan.distance;
   }
   return plan;
 }
@@ -119,7 +120,7 @@ Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
                          : width <= 64                          ? 64
                          : width <= 128                         ? 128
                                                                 : kMaxHeadDim;
-  if (plan.variant >= 0 && !plan.ordered()) {
+  if (plan.variant >= 0 && !plan.ordered() && !plan.separate_dq) {
     plan.ring = plan_ring(p, kBwdConfigs[plan.variant], device);
   }
   return plan;
@@ -159,7 +160,7 @@ Layout make_layout(const Problem& p, const Plan& plan) {
       plan.ordered() ? blocks : plan.ring.slots * p.group() * head_blocks(p);
   layout.dq_accumulator =
       plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
-  layout.ring_counters = plan.ring.distance > 0 ? take(num_units(p) * 2 * 4) : 0;
+  layout.ring_counters = plan.ring.distance > 0 || plan.ring.ahead > 0 ? take(num_units(p) * DqRing::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
   layout.bytes = end > 0 ? end + kAlignment : 0;
@@ -226,6 +227,15 @@ Scales make_scales(const Problem& p) {
   return scales;
 }
 
+RowInputs row_inputs(const Problem& p, const Args& args) {
+  return {.head_dim_v = p.head_dim_v,
+          .out = args.out,
+          .dout = args.dout,
+          .lse = args.lse,
+          .dlse = args.dlse,
+          .sinks = static_cast<const float*>(args.sinks)};
+}
+
 Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
                 float* dq_accumulator, const DqRing& ring, const DqOrder& order,
                 const cuda::DeviceProperties& device) {
@@ -248,6 +258,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.dk = p.wants_dk ? args.dk : Tensor{};
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
+  params.inputs = row_inputs(p, args);
   params.dq_accumulator = dq_accumulator;
   params.dq_ring = ring;
   params.dq = p.wants_dq ? args.dq : Tensor{};
@@ -361,18 +372,20 @@ Status run(const Problem& p, const Args& args) {
   const DqRing ring{
       .slots = plan.ring.slots,
       .distance = dq_accumulator != nullptr ? plan.ring.distance : 0,
+      .ahead = all_wide(row_inputs(p, args)) ? plan.ring.ahead : 0,
       .head_blocks = static_cast<std::int32_t>(head_blocks(p)),
-      .counters = plan.ring.distance > 0 ? word(layout.ring_counters) : nullptr};
+      .counters = plan.ring.distance > 0 || plan.ring.ahead > 0 ? word(layout.ring_counters) : nullptr};
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
+  // Of whole batch entries, which hold the units that are not prepared later.
+  const std::int64_t prepare_ctas =
+      ring.ahead == 0 ? q_tiles
+                      : std::min(q_tiles, (std::max(ring.ahead, ring.distance > 0 ? ring.slots : 0) +
+                                           p.heads_kv - 1) /
+                                              p.heads_kv * ring.head_blocks * p.heads_q);
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
-                                 .head_dim_v = p.head_dim_v,
-                                 .out = args.out,
-                                 .dout = args.dout,
-                                 .lse = args.lse,
-                                 .dlse = args.dlse,
-                                 .sinks = static_cast<const float*>(args.sinks),
+                                 .inputs = row_inputs(p, args),
                                  .rows = rows,
                                  .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
                                  .block_floats = kBlockM * plan.padded_head_dim,
@@ -384,7 +397,7 @@ Status run(const Problem& p, const Args& args) {
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .head_dim = p.head_dim};
   FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                                  {.num_ctas = q_tiles, .num_threads = kPrepareThreads},
+                                  {.num_ctas = prepare_ctas, .num_threads = kPrepareThreads},
                                   args.stream, prepare));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {

@@ -57,9 +57,14 @@ __device__ __forceinline__ float partial_dot(const T* out, const T* dout, std::i
   return sum;
 }
 
-__device__ __forceinline__ bool is_wide(const Tensor& t) {
+FG_HOST_DEVICE inline bool is_wide(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.dim_stride == 1 &&
          t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
+}
+
+// Whether out and dout can be read 16 bytes at a time.
+FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
+  return p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
 }
 
 // dq = 0 in the rows of a block that no key reaches.
@@ -74,6 +79,144 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
       static_cast<float*>(p.dq.data)[at] = 0;
     } else {
       static_cast<std::uint16_t*>(p.dq.data)[at] = 0;
+    }
+  }
+}
+
+// A query block whose rows are prepared.
+struct PrepareBlock {
+  SequenceSpan sequence;
+  std::int64_t row_begin;  // in the sequence
+  std::int64_t head;
+  std::int64_t slot;  // in the row statistics
+};
+
+// (1) to (3) for kBlocks query blocks at once, of which `count` exist, by kPrepareThreads threads
+// that meet at named barrier `barrier`.
+//
+// kAhead: in the main kernel, for inputs that are all_wide(), without sinks' gradients.
+//
+// The loads of all rows are issued together, also of rows of the tensors that turn out not to
+// count: waiting for lse first would double the latency.
+template <class T, int kBlocks, bool kAhead>
+__device__ __forceinline__ void prepare_rows(const RowInputs& p, const RowStatistics& rows,
+                                             std::int64_t rows_q,
+                                             const PrepareBlock (&blocks)[kBlocks], int count,
+                                             int thread, int barrier) {
+  const bool wide = kAhead || all_wide(p);
+  const int lane = thread % 16;
+  constexpr int kRows = kBlockM * 16 / kPrepareThreads;
+  float lse[kBlocks][kRows];
+  float dlse[kBlocks][kRows];
+  bool readable[kBlocks][kRows];
+  float delta[kBlocks][kRows];
+  const auto row_of = [&](int i) { return thread / 16 + i * (kPrepareThreads / 16); };
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+    const PrepareBlock& block = blocks[k];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const std::int64_t row = block.row_begin + row_of(i);
+      const std::int64_t tensor_row = block.sequence.q.begin + row;
+      const std::int64_t b = block.sequence.batch_index;
+      const bool exists = k < count && row < block.sequence.band.seqlen_q;
+      lse[k][i] =
+          exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, tensor_row, block.head)]
+                 : INFINITY;
+      dlse[k][i] = exists && p.dlse ? static_cast<const float*>(
+                                          p.dlse.data)[p.dlse.offset(b, tensor_row, block.head)]
+                                    : 0.0F;
+      readable[k][i] = exists && !block.sequence.band.kv_range(row, row + 1).empty();
+      delta[k][i] = 0;
+    }
+  }
+  const auto element = [&](const Tensor& t, const PrepareBlock& block, int i) {
+    return static_cast<const T*>(t.data) +
+           t.offset(block.sequence.batch_index, block.sequence.q.begin + block.row_begin + row_of(i),
+                    block.head);
+  };
+  if (kAhead || (wide && p.head_dim_v <= 8 * 16)) {
+    uint4 out[kBlocks][kRows];
+    uint4 dout[kBlocks][kRows];
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        out[k][i] = dout[k][i] = make_uint4(0, 0, 0, 0);
+        if (readable[k][i] && 8 * lane < p.head_dim_v) {
+          out[k][i] = *reinterpret_cast<const uint4*>(element(p.out, blocks[k], i) + 8 * lane);
+          dout[k][i] = *reinterpret_cast<const uint4*>(element(p.dout, blocks[k], i) + 8 * lane);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        delta[k][i] = dot_8<T>(out[k][i], dout[k][i]);
+      }
+    }
+  } else if (p.dout) {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (readable[k][i]) {
+          delta[k][i] = partial_dot<T>(element(p.out, blocks[k], i), element(p.dout, blocks[k], i),
+                                       p.dout.dim_stride, p.head_dim_v, lane, wide);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+    const PrepareBlock& block = blocks[k];
+    int marks = 0;
+    float dsink = 0;
+    const float sink = !kAhead && p.sinks != nullptr ? p.sinks[block.head] : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool read = readable[k][i] && !isinf(lse[k][i]);
+      float sum = read ? delta[k][i] : 0.0F;
+#pragma unroll
+      for (int step = 8; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(0xffffffffU, sum, step);
+      }
+      if (lane == 0 && k < count) {
+        constexpr float kLog2E = 1.4426950408889634F;
+        const std::int64_t at = block.slot * kBlockM + row_of(i);
+        rows.neg_lse_log2[at] = read ? -lse[k][i] * kLog2E : -INFINITY;
+        rows.neg_delta[at] = read ? dlse[k][i] - sum : 0.0F;
+        if (!kAhead && !isinf(lse[k][i]) && sink != -INFINITY) {
+          dsink += expf(sink - lse[k][i]) * (dlse[k][i] - sum);
+        }
+        // Rows past the end of the tensor come as zeros from the copy engine.
+        const bool unreadable =
+            !read && block.sequence.q.begin + block.row_begin + row_of(i) < rows_q;
+        const bool is_nan = read && isnan(lse[k][i] + dlse[k][i] - sum);
+        marks |= unreadable ? 1 : is_nan ? kHasNan : 0;
+      }
+    }
+    const bool any_unreadable = ptx::named_barrier_or<kPrepareThreads>(barrier, (marks & 1) != 0);
+    const bool any_nan = ptx::named_barrier_or<kPrepareThreads>(barrier, (marks & kHasNan) != 0);
+    if (thread == 0 && k < count) {
+      rows.unreadable[block.slot] = (any_unreadable ? 1 : 0) + (any_nan ? kHasNan : 0);
+    }
+    if constexpr (!kAhead) {
+      if (rows.dsink_partial != nullptr) {
+        __shared__ float partial[kPrepareThreads / 16];
+        if (lane == 0) {
+          partial[thread / 16] = dsink;
+        }
+        ptx::named_barrier_sync<kPrepareThreads>(barrier);
+        if (thread == 0) {
+          float sum = 0;
+          for (const float x : partial) {
+            sum += x;
+          }
+          rows.dsink_partial[block.slot] = sum;
+        }
+      }
     }
   }
 }
@@ -105,13 +248,13 @@ __global__ __launch_bounds__(kPrepareThreads,
   if (p.order.ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
     *p.order.ticket = 0;
   }
+  const auto group = static_cast<unsigned>(p.group);
+  const auto head_kv = static_cast<unsigned>(head) / group;
+  const std::int64_t unit = s.packed() ? head_kv : span * (heads / group) + head_kv;
   if (p.dq_accumulator != nullptr) {
     // Slot u is unit u's at first.
-    const auto group = static_cast<unsigned>(p.group);
-    const auto head_kv = static_cast<unsigned>(head) / group;
-    const std::int64_t unit = s.packed() ? head_kv : span * (heads / group) + head_kv;
-    const std::int64_t in_head = s.packed() ? block : block - first;
     if (unit < p.dq_ring.slots) {
+      const std::int64_t in_head = s.packed() ? block : block - first;
       float4* accumulator = reinterpret_cast<float4*>(
           p.dq_accumulator +
           ((unit * group + static_cast<unsigned>(head) % group) * p.dq_ring.head_blocks + in_head) *
@@ -120,109 +263,20 @@ __global__ __launch_bounds__(kPrepareThreads,
         accumulator[i] = make_float4(0, 0, 0, 0);
       }
     }
-    if (p.dq_ring.counters != nullptr && in_head == 0 &&
-        static_cast<unsigned>(head) == head_kv * group && threadIdx.x < 2) {
-      p.dq_ring.counters[2 * unit + threadIdx.x] = 0;
+  }
+  if (p.dq_ring.counters != nullptr) {
+    const std::int64_t count = p.num_units * DqRing::kNumCounts;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * kPrepareThreads + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * kPrepareThreads) {
+      p.dq_ring.counters[i] = 0;
     }
+  }
+  if (p.dq_ring.ahead > 0 && unit >= p.dq_ring.ahead) {
+    return;
   }
 
-  const bool wide = p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
-  const int lane = static_cast<int>(threadIdx.x) % 16;
-  const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
-  float dsink = 0;
-  int marks = 0;
-  // The loads of four rows are issued together, also of rows of the tensors that turn out not to
-  // count: waiting for lse first would double the latency.
-  constexpr int kRows = kBlockM * 16 / kPrepareThreads;
-  float lse[kRows];
-  float dlse[kRows];
-  bool readable[kRows];
-  float delta[kRows];
-  const std::int64_t b = sequence.batch_index;
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const std::int64_t row =
-        row_begin + static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
-    const std::int64_t tensor_row = sequence.q.begin + row;
-    const bool exists = row < sequence.band.seqlen_q;
-    lse[i] = exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, tensor_row, head)]
-                    : INFINITY;
-    dlse[i] = exists && p.dlse
-                  ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, tensor_row, head)]
-                  : 0.0F;
-    readable[i] = exists && !sequence.band.kv_range(row, row + 1).empty();
-    delta[i] = 0;
-  }
-  const auto element = [&](const Tensor& t, int i) {
-    const std::int64_t row = sequence.q.begin + row_begin + static_cast<int>(threadIdx.x) / 16 +
-                             i * (kPrepareThreads / 16);
-    return static_cast<const T*>(t.data) + t.offset(b, row, head);
-  };
-  if (wide && p.head_dim_v <= 8 * 16) {
-    uint4 out[kRows];
-    uint4 dout[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      out[i] = dout[i] = make_uint4(0, 0, 0, 0);
-      if (readable[i] && 8 * lane < p.head_dim_v) {
-        out[i] = *reinterpret_cast<const uint4*>(element(p.out, i) + 8 * lane);
-        dout[i] = *reinterpret_cast<const uint4*>(element(p.dout, i) + 8 * lane);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      delta[i] = dot_8<T>(out[i], dout[i]);
-    }
-  } else if (p.dout) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (readable[i]) {
-        delta[i] = partial_dot<T>(element(p.out, i), element(p.dout, i), p.dout.dim_stride,
-                                  p.head_dim_v, lane, wide);
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int r = static_cast<int>(threadIdx.x) / 16 + i * (kPrepareThreads / 16);
-    readable[i] = readable[i] && !isinf(lse[i]);
-    delta[i] = readable[i] ? delta[i] : 0.0F;
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) {
-      delta[i] += __shfl_xor_sync(0xffffffffU, delta[i], step);
-    }
-    if (lane == 0) {
-      constexpr float kLog2E = 1.4426950408889634F;
-      p.rows.neg_lse_log2[slot * kBlockM + r] = readable[i] ? -lse[i] * kLog2E : -INFINITY;
-      p.rows.neg_delta[slot * kBlockM + r] = readable[i] ? dlse[i] - delta[i] : 0.0F;
-      if (!isinf(lse[i]) && sink != -INFINITY) {
-        dsink += expf(sink - lse[i]) * (dlse[i] - delta[i]);
-      }
-      // Rows past the end of the tensor come as zeros from the copy engine.
-      const bool unreadable = !readable[i] && sequence.q.begin + row_begin + r < s.rows_q;
-      const bool is_nan = readable[i] && isnan(lse[i] + dlse[i] - delta[i]);
-      marks |= unreadable ? 1 : is_nan ? kHasNan : 0;
-    }
-  }
-  const bool any_unreadable = __syncthreads_or(marks & 1) != 0;
-  const bool any_nan = __syncthreads_or(marks & kHasNan) != 0;
-  if (threadIdx.x == 0) {
-    p.rows.unreadable[slot] = (any_unreadable ? 1 : 0) + (any_nan ? kHasNan : 0);
-  }
-  if (p.rows.dsink_partial != nullptr) {
-    __shared__ float partial[kPrepareThreads / 16];
-    if (lane == 0) {
-      partial[threadIdx.x / 16] = dsink;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      float sum = 0;
-      for (const float x : partial) {
-        sum += x;
-      }
-      p.rows.dsink_partial[slot] = sum;
-    }
-  }
+  const PrepareBlock blocks[1] = {{sequence, row_begin, head, slot}};
+  prepare_rows<T, 1, false>(p.inputs, p.rows, s.rows_q, blocks, 1, static_cast<int>(threadIdx.x), 0);
 }
 
 }  // namespace flashgrad::sm90

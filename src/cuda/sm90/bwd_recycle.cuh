@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the dq warpgroup does for an earlier unit (dq_ring.hpp) while its own tile is still being
-// loaded: it turns a share of that unit's sums into dq and leaves zeros.
+// What a tile does for other units (dq_ring.hpp) while its own keys are still being loaded: the dq
+// warpgroup turns a share of an earlier unit's sums into dq and leaves zeros; the consumers prepare
+// a share of the rows of a later one.
 #pragma once
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/bwd_order.cuh"
+#include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
 #include "cuda/sm90/dq_ring.hpp"
 #include "cuda/sm90/params.hpp"
@@ -17,10 +19,23 @@ __device__ __forceinline__ int unit_of(const BwdParams& p, const KeyTile& tile) 
                               : tile.batch_index * static_cast<int>(p.heads_kv) + tile.head_kv;
 }
 
-// How many warps count on each of a unit's counters.
+__device__ __forceinline__ std::uint32_t* unit_counter(const BwdParams& p, int unit,
+                                                       DqRing::Count count) {
+  return p.dq_ring.counters + unit * DqRing::kNumCounts + count;
+}
+
+// How many warps count, when `per_tile` of each tile of a unit do.
 template <BwdConfig C>
-__device__ __forceinline__ std::uint32_t warps_per_unit(const BwdParams& p) {
-  return 4U * C.cluster * static_cast<std::uint32_t>(p.num_kv_blocks);
+__device__ __forceinline__ std::uint32_t all_warps(const BwdParams& p, int per_tile) {
+  return static_cast<std::uint32_t>(per_tile * C.cluster) *
+         static_cast<std::uint32_t>(p.num_kv_blocks);
+}
+
+// The share of the tile in what is done for another unit.
+template <BwdConfig C>
+__device__ __forceinline__ DqShare share_of(const BwdParams& p, const KeyTile& tile) {
+  return dq_share(tile.kv_row / C.block_n(), p.num_kv_blocks * C.cluster,
+                  p.group * p.dq_ring.head_blocks);
 }
 
 // Waits until a counter shows that all have done what it counts. One warp.
@@ -50,8 +65,48 @@ template <BwdConfig C>
 __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
   const int before = unit - p.dq_ring.slots;
   if (before >= 0) {
-    wait_for_all(p.dq_ring.counters + 2 * before + 1, warps_per_unit<C>(p));
+    wait_for_all(unit_counter(p, before, DqRing::kFinished), all_warps<C>(p, 4));
   }
+}
+
+// Waits until the rows of the tile's own unit have been prepared; what the copy engine loads may
+// then be among them.
+template <BwdConfig C>
+__device__ __forceinline__ void wait_for_rows(const BwdParams& p, int unit) {
+  if (p.dq_ring.ahead > 0 && unit >= p.dq_ring.ahead) {
+    wait_for_all(unit_counter(p, unit, DqRing::kPrepared), all_warps<C>(p, 8));
+    ptx::fence_proxy_async_global();
+  }
+}
+
+// By the consumers.
+template <BwdConfig C, class T>
+__device__ __forceinline__ void prepare_ahead(const BwdParams& p, const KeyTile& tile, int thread) {
+  static_assert(kPrepareThreads == 128 * BwdConfig::kConsumers);
+  const int unit = unit_of(p, tile) + p.dq_ring.ahead;
+  if (p.dq_ring.ahead == 0 || unit >= p.num_units) {
+    return;
+  }
+  const int head_blocks = p.dq_ring.head_blocks;
+  const DqShare share = share_of<C>(p, tile);
+  const int heads_kv = static_cast<int>(p.heads_kv);
+  const int batch = unit / heads_kv;
+  const int first_head = (unit - batch * heads_kv) * static_cast<int>(p.group);
+  const SequenceSpan sequence = sequence_span(p.sequences, batch);
+#pragma unroll 1
+  for (int i = share.begin; i < share.end; i += 2) {
+    const auto block = [&](int b) {
+      const int head = b / head_blocks;
+      const int in_head = b - head * head_blocks;
+      return PrepareBlock{
+          sequence, std::int64_t{in_head} * kBlockM, first_head + head,
+          (first_head + head) * p.rows.num_blocks + std::int64_t{batch} * head_blocks + in_head};
+    };
+    const PrepareBlock blocks[2] = {block(i), block(i + 1)};
+    prepare_rows<T, 2, true>(p.inputs, p.rows, p.sequences.rows_q, blocks, share.end - i, thread,
+                              6);
+  }
+  count_warp(unit_counter(p, unit, DqRing::kPrepared), thread % 32);
 }
 
 template <BwdConfig C, class T>
@@ -64,8 +119,7 @@ __device__ __forceinline__ void recycle_dq(const BwdParams& p, const KeyTile& ti
   }
   const int group = static_cast<int>(p.group);
   const int head_blocks = p.dq_ring.head_blocks;
-  const DqShare share =
-      dq_share(tile.kv_row / C.block_n(), p.num_kv_blocks * C.cluster, group * head_blocks);
+  const DqShare share = share_of<C>(p, tile);
   const int heads_kv = static_cast<int>(p.heads_kv);
   const int batch = unit / heads_kv;
   const int first_head = (unit - batch * heads_kv) * group;
@@ -79,7 +133,7 @@ __device__ __forceinline__ void recycle_dq(const BwdParams& p, const KeyTile& ti
       p.dq_accumulator +
       std::int64_t{unit % p.dq_ring.slots} * (group * head_blocks) * (kBlockM * C.head_dim) +
       tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
-  wait_for_all(p.dq_ring.counters + 2 * unit, warps_per_unit<C>(p));
+  wait_for_all(unit_counter(p, unit, DqRing::kAdded), all_warps<C>(p, 4));
 #pragma unroll 1
   for (int i = share.begin * kBoxes; i < share.end * kBoxes; ++i) {
     const int block = i / kBoxes;
@@ -102,7 +156,7 @@ __device__ __forceinline__ void recycle_dq(const BwdParams& p, const KeyTile& ti
       }
     }
   }
-  count_warp(p.dq_ring.counters + 2 * unit + 1, lane);
+  count_warp(unit_counter(p, unit, DqRing::kFinished), lane);
 }
 
 }  // namespace flashgrad::sm90

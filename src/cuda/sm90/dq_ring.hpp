@@ -19,11 +19,14 @@ namespace flashgrad::sm90 {
 
 // 32 bits suffice: there are fewer than 2^31 CTAs.
 struct DqRing {
+  enum Count : std::int32_t { kAdded, kFinished, kPrepared, kNumCounts };
+
   std::int32_t slots = 0;        // of units whose sums are kept
   std::int32_t distance = 0;     // 0: no unit is finished by the tiles of another
+  std::int32_t ahead = 0;     // tiles of unit u prepare the rows of unit u + ahead; 0: none do
   std::int32_t head_blocks = 0;  // query blocks per query head of a unit
-  // (num_units, 2), zeroed: warps that have added all they had to the unit, and warps that have
-  // finished their share of it. Null without distance.
+  // (num_units, kNumCounts), zeroed: warps that have done with the unit what Count says. Null if
+  // nobody counts.
   std::uint32_t* counters = nullptr;
 
   // Whether unit `unit`, once finished, leaves its slot to another one.
@@ -47,6 +50,7 @@ struct DqRingPlan {
   std::int64_t section;  // units whose tiles are launched together
   std::int32_t slots;
   std::int32_t distance;
+  std::int32_t ahead;
 };
 
 }  // namespace flashgrad::sm90

@@ -33,15 +33,20 @@ struct DqOrder {
 // In a counter: the accumulators of the block have not been written.
 inline constexpr std::uint32_t kNothingYet = 0x80000000U;
 
-struct BwdPrepareParams {
-  Sequences sequences;
-  std::int64_t heads_q;
+// What the row statistics are made of.
+struct RowInputs {
   std::int64_t head_dim_v;
   Tensor out;          // (batch, seqlen_q, heads_q, head_dim_v)
   Tensor dout;         // likewise, any strides; null: 0
   Tensor lse;          // (batch, heads_q, seqlen_q) f32, any strides
   Tensor dlse;         // likewise; null: 0
   const float* sinks;  // (heads_q), or null
+};
+
+struct BwdPrepareParams {
+  Sequences sequences;
+  std::int64_t heads_q;
+  RowInputs inputs;
   RowStatistics rows;
   float* dq_accumulator;      // of BwdParams, zeroed; null: not wanted
   std::int64_t block_floats;  // 64 * padded head_dim
@@ -77,6 +82,7 @@ struct BwdParams {
   std::uint32_t mapped;  // bits kMapQ...
   Tensor dk, dv;         // null: not wanted
   RowStatistics rows;
+  RowInputs inputs;  // of units that tiles of others prepare
   // f32 in fragment order, (dq_ring.slots, group, dq_ring.head_blocks, 64 * head_dim) or, in ordered
   // kernels, (heads_q, num_blocks, 64 * head_dim); null: not wanted
   float* dq_accumulator;
