@@ -53,6 +53,16 @@ __device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapp
   }
 }
 
+// A tile from the list into shared memory. One warp.
+__device__ __forceinline__ void fetch(KeyTile& tile, const KeyTile* from) {
+  static_assert(sizeof(KeyTile) % 4 == 0);
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int i = lane; i < static_cast<int>(sizeof(KeyTile) / 4); i += 32) {
+    reinterpret_cast<std::uint32_t*>(&tile)[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+  }
+}
+
 template <BwdVariant kVariant, class T>
 __global__ __launch_bounds__(BwdConfig::kThreads,
                              1) void bwd_main(const __grid_constant__ BwdMaps maps,
@@ -73,22 +83,28 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     shared.init_barriers();
   } else if (threadIdx.x == 32) {
     prefetch(maps, p.mapped);
-  } else if (threadIdx.x == 128) {
+  } else if (threadIdx.x / 32 == 4) {
     if constexpr (!C.ordered) {
-      tile = key_tile<C.block_n(), C.cluster>(p, blockIdx.x);
-    } else if (rank == 0) {
+      ptx::grid_dependency_wait();
+      fetch(tile, p.tiles + blockIdx.x);
+    } else if (rank == 0 && threadIdx.x == 128) {
       ptx::grid_dependency_wait();
       ptx::store_shared(ticket, atomicAdd(p.order.ticket, 1U));
     }
   }
   __syncthreads();
   if constexpr (C.cluster == 2) {
-    ptx::cluster_sync();
+    if constexpr (C.ordered) {
+      ptx::cluster_sync();  // the ticket
+    } else {
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
+    }
   }
   if constexpr (C.ordered) {
-    if (threadIdx.x == 128) {
-      const std::uint32_t number = ptx::load_from_cta(ticket, 0);
-      tile = key_tile<C.block_n(), C.cluster, true>(p, number * C.cluster + rank);
+    if (threadIdx.x / 32 == 4) {
+      ptx::grid_dependency_wait();
+      fetch(tile, p.tiles + (ptx::load_from_cta(ticket, 0) * C.cluster + rank));
     }
     __syncthreads();
   }
@@ -127,8 +143,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     bwd_consumer_role<C, T>(p, tile, shared, consumer);
   }
   if constexpr (C.cluster == 2) {
-    __syncwarp();
-    ptx::cluster_sync();  // neither CTA's memory goes while the other may still signal or copy
+    ptx::cluster_wait();  // neither CTA's memory goes while the other may still signal or copy
   }
 }
 

@@ -240,6 +240,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       count_warp(unit_counter(p, unit_of(p, shared_tile), DqRing::kAdded), lane);
     }
   }
+  if constexpr (C.cluster == 2) {
+    __syncwarp();
+    ptx::cluster_arrive();  // no more signals to the peer (bwd.cuh)
+  }
 }
 
 }  // namespace flashgrad::sm90

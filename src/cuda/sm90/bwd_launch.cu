@@ -137,10 +137,19 @@ struct Layout {
   std::size_t ring_counters = 0;
   std::size_t counters = 0;
   std::size_t ticket = 0;
+  std::size_t tiles = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
 constexpr std::size_t kAlignment = 256;
+
+// Of the main kernel: its CTAs.
+std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
+  const BwdConfig& config = kBwdConfigs[plan.variant];
+  return num_units(p) * config.cluster *
+         num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv,
+                    config.block_n() * config.cluster);
+}
 
 Layout make_layout(const Problem& p, const Plan& plan) {
   Layout layout;
@@ -163,6 +172,7 @@ Layout make_layout(const Problem& p, const Plan& plan) {
   layout.ring_counters = plan.ring.distance > 0 || plan.ring.ahead > 0 ? take(num_units(p) * DqRing::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
+  layout.tiles = plan.variant >= 0 ? take(num_key_tiles(p, plan) * sizeof(KeyTile)) : 0;
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
@@ -236,9 +246,9 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
           .sinks = static_cast<const float*>(args.sinks)};
 }
 
-Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
-                float* dq_accumulator, const DqRing& ring, const DqOrder& order,
-                const cuda::DeviceProperties& device) {
+BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
+                      const RowStatistics& rows, float* dq_accumulator, const DqRing& ring,
+                      const DqOrder& order, const cuda::DeviceProperties& device) {
   const int block_n = kBwdConfigs[plan.variant].block_n();
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
@@ -284,9 +294,7 @@ Status run_main(const Problem& p, const Args& args, const Plan& plan, const RowS
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
-  BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, block_n, &maps, &params.mapped));
-  return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
+  return params;
 }
 
 Status run_query(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
@@ -383,7 +391,19 @@ Status run(const Problem& p, const Args& args) {
                       : std::min(q_tiles, (std::max(ring.ahead, ring.distance > 0 ? ring.slots : 0) +
                                            p.heads_kv - 1) /
                                               p.heads_kv * ring.head_blocks * p.heads_q);
-  const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
+  BwdParams main{};
+  const bool runs_main =
+      plan.variant >= 0 && (p.wants_dk || p.wants_dv || plan.accumulates_dq(p));
+  if (runs_main) {
+    main = main_params(p, args, plan, rows, dq_accumulator, ring, order, device);
+    main.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
+  }
+  const std::int64_t num_tiles = runs_main ? num_key_tiles(p, plan) : 0;
+  const std::int64_t tile_ctas = (num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+  const BwdPrepareParams prepare{.variant = plan.variant,
+                                 .num_tiles = num_tiles,
+                                 .tile_ctas = tile_ctas,
+                                 .sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
                                  .inputs = row_inputs(p, args),
                                  .rows = rows,
@@ -397,8 +417,8 @@ Status run(const Problem& p, const Args& args) {
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .head_dim = p.head_dim};
   FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                                  {.num_ctas = prepare_ctas, .num_threads = kPrepareThreads},
-                                  args.stream, prepare));
+                                  {.num_ctas = tile_ctas + prepare_ctas, .num_threads = kPrepareThreads},
+                                  args.stream, prepare, main));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -408,8 +428,11 @@ Status run(const Problem& p, const Args& args) {
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
                                    reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
-  } else if (p.wants_dk || p.wants_dv || plan.accumulates_dq(p)) {
-    FG_RETURN_IF_ERROR(run_main(p, args, plan, rows, dq_accumulator, ring, order, device));
+  } else if (runs_main) {
+    BwdMaps maps{};
+    FG_RETURN_IF_ERROR(
+        make_maps(p, args, kBwdConfigs[plan.variant].block_n(), &maps, &main.mapped));
+    FG_RETURN_IF_ERROR(launch_bwd_main(plan.variant, p.dtype, maps, main, args.stream));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));

@@ -16,6 +16,7 @@
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/config.hpp"
+#include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
@@ -80,6 +81,24 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
     } else {
       static_cast<std::uint16_t*>(p.dq.data)[at] = 0;
     }
+  }
+}
+
+// The main kernel's tiles. Made here, since there each CTA would wait for a single thread.
+__device__ __forceinline__ void list_tiles(const BwdPrepareParams& p, const BwdParams& main) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kPrepareThreads + threadIdx.x;
+  if (i >= p.num_tiles) {
+    return;
+  }
+  switch (static_cast<BwdVariant>(p.variant)) {
+#define FG_BWD_VARIANT(name, ...)                                                        \
+  case BwdVariant::name: {                                                               \
+    constexpr BwdConfig kConfig = kBwdConfigs[static_cast<int>(BwdVariant::name)]; \
+    main.tiles[i] = key_tile<kConfig.block_n(), kConfig.cluster, kConfig.ordered>(main, i); \
+    break;                                                                               \
+  }
+#include "cuda/sm90/variants.def"
+#undef FG_BWD_VARIANT
   }
 }
 
@@ -223,11 +242,17 @@ __device__ __forceinline__ void prepare_rows(const RowInputs& p, const RowStatis
 
 template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
-                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p) {
+                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
+                                                 const __grid_constant__ BwdParams main) {
   ptx::grid_dependency_launch();
+  if (blockIdx.x < p.tile_ctas) {
+    list_tiles(p, main);
+    return;
+  }
+  const unsigned cta = blockIdx.x - static_cast<unsigned>(p.tile_ctas);
   const auto heads = static_cast<unsigned>(p.heads_q);
-  const std::int64_t block = blockIdx.x / heads;
-  const std::int64_t head = blockIdx.x % heads;
+  const std::int64_t block = cta / heads;
+  const std::int64_t head = cta % heads;
   const Sequences& s = p.sequences;
   const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
   const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
@@ -245,7 +270,7 @@ __global__ __launch_bounds__(kPrepareThreads,
       clear_dq(p, sequence, row_begin, head);
     }
   }
-  if (p.order.ticket != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+  if (p.order.ticket != nullptr && cta == 0 && threadIdx.x == 0) {
     *p.order.ticket = 0;
   }
   const auto group = static_cast<unsigned>(p.group);
@@ -266,8 +291,8 @@ __global__ __launch_bounds__(kPrepareThreads,
   }
   if (p.dq_ring.counters != nullptr) {
     const std::int64_t count = p.num_units * DqRing::kNumCounts;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * kPrepareThreads + threadIdx.x; i < count;
-         i += std::int64_t{gridDim.x} * kPrepareThreads) {
+    for (std::int64_t i = std::int64_t{cta} * kPrepareThreads + threadIdx.x; i < count;
+         i += (gridDim.x - p.tile_ctas) * kPrepareThreads) {
       p.dq_ring.counters[i] = 0;
     }
   }

@@ -44,6 +44,9 @@ struct RowInputs {
 };
 
 struct BwdPrepareParams {
+  int variant;             // of the main kernel, whose tiles are listed; num_tiles is 0 if none
+  std::int64_t num_tiles;
+  std::int64_t tile_ctas;  // CTAs that write the list
   Sequences sequences;
   std::int64_t heads_q;
   RowInputs inputs;
@@ -66,7 +69,10 @@ struct Scales {
   float softcap;  // scale / softcap
 };
 
+struct KeyTile;
+
 struct BwdParams {
+  KeyTile* tiles;  // one for each CTA, in launch order
   Sequences sequences;
   std::int64_t heads_kv;
   std::int64_t group;     // query heads per key head
