@@ -135,7 +135,7 @@ std::vector<Case> cases() {
       c.q_offset = {30, 200, 0};
     });
   }
-  // Enough units for tiles to finish those of others (dq_ring.hpp).
+  // Enough units for tiles to finish those of others (unit_pipeline.hpp).
   for (const int d : {128, 64}) {
     add("ring full 200x300", problem(kB, 40, 200, 300, 6, 6, d, d), kFull);
     add("ring causal gqa", problem(kH, 120, 300, 260, 8, 4, d, d), kCausal);

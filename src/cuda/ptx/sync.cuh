@@ -20,19 +20,6 @@ __device__ __forceinline__ void named_barrier_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// The same, and returns whether `predicate` held in any of them. PTX ISA, "barrier{.cta}.red".
-template <int kThreads>
-__device__ __forceinline__ bool named_barrier_or(int id, bool predicate) {
-  std::uint32_t any;
-  asm volatile(
-      "{\n.reg .pred mine, all;\nsetp.ne.u32 mine, %1, 0;\nbar.red.or.pred all, %2, %3, mine;\n"
-      "selp.u32 %0, 1, 0, all;\n}"
-      : "=r"(any)
-      : "r"(predicate ? 1U : 0U), "r"(id), "n"(kThreads)
-      : "memory");
-  return any != 0;
-}
-
 // PTX ISA, "barrier.cluster": all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

@@ -112,7 +112,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   ptx::grid_dependency_launch();
   if constexpr (C.serves_units()) {
     if (warpgroup > 0) {
-      prepare_ahead<C, T>(p, tile, ptx::thread_index() - 128);
+      prepare_unit_share<C, T>(p, tile, ptx::thread_index() - 128);
     }
   }
   if (tile.num_steps == 0) {
@@ -126,10 +126,10 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
       ptx::cluster_sync();  // the ticket has been read
     }
     if constexpr (C.serves_units()) {
-      if (warpgroup == 0 && p.dq_ring.distance > 0) {
+      if (warpgroup == 0 && p.pipeline.lag > 0) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        recycle_dq<C, T>(p, tile, static_cast<int>(threadIdx.x) / 32, lane);
-        count_warp(unit_counter(p, unit_of(p, tile), DqRing::kAdded), lane);
+        finish_unit_share<C, T>(p, tile, static_cast<int>(threadIdx.x) / 32, lane);
+        count_warp(unit_counter(p, unit_of(p, tile), UnitPipeline::kAdded), lane);
       }
     }
     return;

@@ -7,7 +7,7 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/sm90/bwd_load.cuh"
 #include "cuda/sm90/bwd_order.cuh"
-#include "cuda/sm90/bwd_recycle.cuh"
+#include "cuda/sm90/bwd_units.cuh"
 #include "cuda/tile/fragment.hpp"
 #include "cuda/tile/gemm.cuh"
 
@@ -63,12 +63,12 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   int unit_offset = 0;  // of the accumulators' blocks
   if constexpr (!C.ordered) {
     const int unit = unit_of(p, tile);
-    unit_offset = (unit % p.dq_ring.slots - tile.head_kv) *
-                      (static_cast<int>(p.group) * p.dq_ring.head_blocks) +
+    unit_offset = (unit % p.pipeline.slots - tile.head_kv) *
+                      (static_cast<int>(p.group) * p.pipeline.head_blocks) +
                   (p.sequences.packed() ? tile.q_block : 0);
     if constexpr (C.serves_units()) {
-      if (p.dq_ring.distance > 0) {
-        recycle_dq<C, T>(p, tile, warp, lane);
+      if (p.pipeline.lag > 0) {
+        finish_unit_share<C, T>(p, tile, warp, lane);
         wait_for_slot<C>(p, unit);
       }
     }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     // Worked out where it is used: no registers to keep it through the products.
     const auto accumulator = [&] {
       const int block = C.ordered ? walk.slot(p.rows, tile)
-                                  : unit_offset + walk.head * p.dq_ring.head_blocks + walk.m;
+                                  : unit_offset + walk.head * p.pipeline.head_blocks + walk.m;
       return p.dq_accumulator + static_cast<std::int64_t>(block) * (kBlockM * C.head_dim) +
              tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
     };
@@ -236,8 +236,8 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   if constexpr (C.serves_units()) {
-    if (p.dq_ring.distance > 0) {
-      count_warp(unit_counter(p, unit_of(p, shared_tile), DqRing::kAdded), lane);
+    if (p.pipeline.lag > 0) {
+      count_warp(unit_counter(p, unit_of(p, shared_tile), UnitPipeline::kAdded), lane);
     }
   }
   if constexpr (C.cluster == 2) {

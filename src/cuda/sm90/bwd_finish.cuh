@@ -43,7 +43,7 @@ __global__ __launch_bounds__(kFinishThreads) void bwd_finish(
     const __grid_constant__ BwdFinishParams p) {
   constexpr int kPitch = kHeadDim + 4;  // floats; spreads a column's rows over the banks
   __shared__ __align__(16) float rows[32][kPitch];
-  const auto head_blocks = static_cast<unsigned>(p.dq_ring.head_blocks);
+  const auto head_blocks = static_cast<unsigned>(p.pipeline.head_blocks);
   const auto group = static_cast<unsigned>(p.group);
   const auto heads_kv = static_cast<unsigned>(p.heads_kv);
   const Sequences& s = p.sequences;
@@ -58,7 +58,7 @@ __global__ __launch_bounds__(kFinishThreads) void bwd_finish(
   const std::int64_t row_begin = sequence.q.begin + (block - first) * kBlockM;
   const float4* accumulator = reinterpret_cast<const float4*>(
       p.dq_accumulator +
-      (std::int64_t{unit % static_cast<unsigned>(p.dq_ring.slots) * group + in_group} *
+      (std::int64_t{unit % static_cast<unsigned>(p.pipeline.slots) * group + in_group} *
            head_blocks +
        in_head) *
           (kBlockM * kHeadDim));

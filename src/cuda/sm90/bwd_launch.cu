@@ -15,7 +15,7 @@
 #include "cuda/sm90/bwd_repair.hpp"
 #include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
-#include "cuda/sm90/dq_ring.hpp"
+#include "cuda/sm90/unit_pipeline.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
 namespace flashgrad::sm90 {
@@ -57,6 +57,10 @@ int find_variant(const Problem& p, bool ordered) {
   return found;
 }
 
+bool hides_nothing(const BandMask& mask) {
+  return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
+}
+
 // q, dout and dq accumulators of a unit, as bwd_section wants them.
 std::int64_t unit_bytes(const Problem& p) {
   return p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
@@ -74,29 +78,10 @@ long env(const char* name, long otherwise) {
   return x != nullptr ? std::atol(x) : otherwise;
 }
 
-DqRingPlan plan_ring(const Problem& p, const BwdConfig& config,
-                     const cuda::DeviceProperties& device) {
-  const std::int64_t units = num_units(p);
-  DqRingPlan plan{.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes),
-                  .slots = static_cast<std::int32_t>(units),
-                  .distance = 0};
-  if (p.packed || !config.serves_units() || env("FG_X_OFF", 0)) {
-    return plan;
-  }
-  const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
-  const std::int64_t block = config.block_n() * config.cluster;
-  const std::int64_t tiles = (p.seqlen_kv + block - 1) / block * config.cluster;
-  const std::int64_t section = env("FG_X_G", full ? 1 : std::max<std::int64_t>(1, plan.section / 2));
-  const std::int64_t gap = (env("FG_X_GAP", 165) + tiles - 1) / tiles;
-  const std::int64_t distance = section + gap;
-  const std::int64_t slots = distance + section + (env("FG_X_MARGIN", 33) + tiles - 1) / tiles;
-  if (distance < units) {
-    plan.section = section;
-    plan.distance = static_cast<std::int32_t>(distance);
-    plan.slots = static_cast<std::int32_t>(std::min(units, slots));
-    plan.ahead = p.wants_dsinks || env("FG_X_NOAHEAD", 0) ? 0 : plan.distance;
-  }
-  return plan;
+// Key tiles of a unit.
+std::int64_t tiles_per_unit(const Problem& p, const BwdConfig& config) {
+  return config.cluster * num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv,
+                                     config.block_n() * config.cluster);
 }
 
 // Which kernels run.
@@ -104,7 +89,9 @@ struct Plan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
   bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
   int padded_head_dim = 0;
-  DqRingPlan ring{};  // of main kernels that are not ordered
+  // Of main kernels that are not ordered:
+  std::int64_t section = 0;  // units launched together
+  UnitPipeline units;
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
   [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
@@ -121,7 +108,21 @@ Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
                          : width <= 128                         ? 128
                                                                 : kMaxHeadDim;
   if (plan.variant >= 0 && !plan.ordered() && !plan.separate_dq) {
-    plan.ring = plan_ring(p, kBwdConfigs[plan.variant], device);
+    const BwdConfig& config = kBwdConfigs[plan.variant];
+    const std::int64_t units = num_units(p);
+    plan.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes);
+    plan.units.slots = static_cast<std::int32_t>(units);
+    if (config.serves_units() && !p.packed && !env("FG_X_OFF", 0)) {
+      // The tiles of a unit may all run at once if each has as many steps; else longest first.
+      const std::int64_t section =
+          env("FG_X_G", hides_nothing(p.mask) ? 1 : std::max<std::int64_t>(1, plan.section / 2));
+      plan.units =
+          plan_units(units, tiles_per_unit(p, config), section, device.num_multiprocessors);
+      plan.section = plan.units.lag > 0 ? section : plan.section;
+      if (p.wants_dsinks || env("FG_X_NOAHEAD", 0)) {
+        plan.units.lead = 0;
+      }
+    }
   }
   return plan;
 }
@@ -134,7 +135,7 @@ struct Layout {
   std::size_t unreadable = 0;
   std::size_t dsink_partial = 0;
   std::size_t dq_accumulator = 0;
-  std::size_t ring_counters = 0;
+  std::size_t unit_counters = 0;
   std::size_t counters = 0;
   std::size_t ticket = 0;
   std::size_t tiles = 0;
@@ -143,12 +144,9 @@ struct Layout {
 
 constexpr std::size_t kAlignment = 256;
 
-// Of the main kernel: its CTAs.
+// CTAs of the main kernel.
 std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
-  const BwdConfig& config = kBwdConfigs[plan.variant];
-  return num_units(p) * config.cluster *
-         num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv,
-                    config.block_n() * config.cluster);
+  return num_units(p) * tiles_per_unit(p, kBwdConfigs[plan.variant]);
 }
 
 Layout make_layout(const Problem& p, const Plan& plan) {
@@ -166,19 +164,15 @@ Layout make_layout(const Problem& p, const Plan& plan) {
   layout.unreadable = take(blocks * 4);
   layout.dsink_partial = p.wants_dsinks ? take(blocks * 4) : 0;
   const std::int64_t accumulated =
-      plan.ordered() ? blocks : plan.ring.slots * p.group() * head_blocks(p);
+      plan.ordered() ? blocks : plan.units.slots * p.group() * head_blocks(p);
   layout.dq_accumulator =
       plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
-  layout.ring_counters = plan.ring.distance > 0 || plan.ring.ahead > 0 ? take(num_units(p) * DqRing::kNumCounts * 4) : 0;
+  layout.unit_counters = plan.units.lag > 0 ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
   layout.tiles = plan.variant >= 0 ? take(num_key_tiles(p, plan) * sizeof(KeyTile)) : 0;
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
-}
-
-bool hides_nothing(const BandMask& mask) {
-  return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
 }
 
 // The largest round of rotating tiles: all its clusters run at the same time, on at most half of
@@ -247,7 +241,7 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
 }
 
 BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
-                      const RowStatistics& rows, float* dq_accumulator, const DqRing& ring,
+                      const RowStatistics& rows, float* dq_accumulator, const UnitPipeline& pipeline,
                       const DqOrder& order, const cuda::DeviceProperties& device) {
   const int block_n = kBwdConfigs[plan.variant].block_n();
   const int cluster = kBwdConfigs[plan.variant].cluster;
@@ -270,7 +264,7 @@ BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
   params.rows = rows;
   params.inputs = row_inputs(p, args);
   params.dq_accumulator = dq_accumulator;
-  params.dq_ring = ring;
+  params.pipeline = pipeline;
   params.dq = p.wants_dq ? args.dq : Tensor{};
   std::int64_t units_at_least = 1;
   if (plan.ordered()) {
@@ -290,7 +284,7 @@ BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
   }
   params.section = plan.ordered() ? bwd_section(params.num_units, unit_bytes(p), units_at_least,
                                                 device.l2_bytes)
-                                  : plan.ring.section;
+                                  : plan.section;
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
@@ -377,25 +371,24 @@ Status run(const Problem& p, const Args& args) {
     order = {p.wants_dq ? word(layout.counters) : nullptr, word(layout.ticket)};
     keys_per_turn = kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
   }
-  const DqRing ring{
-      .slots = plan.ring.slots,
-      .distance = dq_accumulator != nullptr ? plan.ring.distance : 0,
-      .ahead = all_wide(row_inputs(p, args)) ? plan.ring.ahead : 0,
-      .head_blocks = static_cast<std::int32_t>(head_blocks(p)),
-      .counters = plan.ring.distance > 0 || plan.ring.ahead > 0 ? word(layout.ring_counters) : nullptr};
+  UnitPipeline pipeline = plan.units;
+  pipeline.head_blocks = static_cast<std::int32_t>(head_blocks(p));
+  pipeline.counters = pipeline.lag > 0 ? word(layout.unit_counters) : nullptr;
+  pipeline.lag = dq_accumulator != nullptr ? pipeline.lag : 0;
+  pipeline.lead = all_wide(row_inputs(p, args)) ? pipeline.lead : 0;
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
   // Of whole batch entries, which hold the units that are not prepared later.
   const std::int64_t prepare_ctas =
-      ring.ahead == 0 ? q_tiles
-                      : std::min(q_tiles, (std::max(ring.ahead, ring.distance > 0 ? ring.slots : 0) +
+      pipeline.lead == 0 ? q_tiles
+                      : std::min(q_tiles, (std::max(pipeline.lead, pipeline.lag > 0 ? pipeline.slots : 0) +
                                            p.heads_kv - 1) /
-                                              p.heads_kv * ring.head_blocks * p.heads_q);
+                                              p.heads_kv * pipeline.head_blocks * p.heads_q);
   BwdParams main{};
   const bool runs_main =
       plan.variant >= 0 && (p.wants_dk || p.wants_dv || plan.accumulates_dq(p));
   if (runs_main) {
-    main = main_params(p, args, plan, rows, dq_accumulator, ring, order, device);
+    main = main_params(p, args, plan, rows, dq_accumulator, pipeline, order, device);
     main.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
   }
   const std::int64_t num_tiles = runs_main ? num_key_tiles(p, plan) : 0;
@@ -409,7 +402,7 @@ Status run(const Problem& p, const Args& args) {
                                  .rows = rows,
                                  .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
                                  .block_floats = kBlockM * plan.padded_head_dim,
-                                 .dq_ring = ring,
+                                 .pipeline = pipeline,
                                  .num_units = num_units(p),
                                  .group = p.group(),
                                  .order = order,
@@ -438,18 +431,18 @@ Status run(const Problem& p, const Args& args) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
   }
   if (plan.accumulates_dq(p) && !plan.ordered()) {
-    const std::int64_t first_unit = ring.distance > 0 ? num_units(p) - ring.distance : 0;
+    const std::int64_t first_unit = pipeline.lag > 0 ? num_units(p) - pipeline.lag : 0;
     const BwdFinishParams finish{.sequences = make_sequences(p, args),
                                  .heads_kv = p.heads_kv,
                                  .group = p.group(),
                                  .head_dim = p.head_dim,
                                  .first_unit = first_unit,
                                  .dq_accumulator = dq_accumulator,
-                                 .dq_ring = ring,
+                                 .pipeline = pipeline,
                                  .dq = args.dq,
                                  .scale = static_cast<float>(p.scale)};
     const cuda::LaunchShape shape{
-        .num_ctas = (num_units(p) - first_unit) * p.group() * ring.head_blocks,
+        .num_ctas = (num_units(p) - first_unit) * p.group() * pipeline.head_blocks,
         .num_threads = kFinishThreads,
         .overlaps_predecessor = true};
     FG_RETURN_IF_ERROR(p.dq_dtype == DType::kF32

@@ -22,6 +22,7 @@
 namespace flashgrad::sm90 {
 
 inline constexpr int kPrepareThreads = 256;
+inline constexpr int kPreparedRows = kBlockM * 16 / kPrepareThreads;  // by 16 lanes at once
 
 template <class T>
 __device__ __forceinline__ float dot_8(uint4 a, uint4 b) {
@@ -102,142 +103,102 @@ __device__ __forceinline__ void list_tiles(const BwdPrepareParams& p, const BwdP
   }
 }
 
-// A query block whose rows are prepared.
-struct PrepareBlock {
-  SequenceSpan sequence;
-  std::int64_t row_begin;  // in the sequence
-  std::int64_t head;
-  std::int64_t slot;  // in the row statistics
+// What prepare_rows found for the lane's own row.
+struct PreparedRow {
+  int marks;    // of RowStatistics::unreadable
+  float dsink;  // what it adds in (3)
 };
 
-// (1) to (3) for kBlocks query blocks at once, of which `count` exist, by kPrepareThreads threads
-// that meet at named barrier `barrier`.
+// (1) and (2) for kRows rows of a sequence from row `row_begin` on, whose first is number
+// `statistic` of the row statistics. 16 lanes, `lane` of them; both halves of a warp together. The
+// lane's own row is lane * kRows / 16, so 16 / kRows lanes share one, and the first of them speaks
+// for it. kWide: the inputs are all_wide() and head_dim_v is at most 128.
 //
-// kAhead: in the main kernel, for inputs that are all_wide(), without sinks' gradients.
-//
-// The loads of all rows are issued together, also of rows of the tensors that turn out not to
-// count: waiting for lse first would double the latency.
-template <class T, int kBlocks, bool kAhead>
-__device__ __forceinline__ void prepare_rows(const RowInputs& p, const RowStatistics& rows,
-                                             std::int64_t rows_q,
-                                             const PrepareBlock (&blocks)[kBlocks], int count,
-                                             int thread, int barrier) {
-  const bool wide = kAhead || all_wide(p);
-  const int lane = thread % 16;
-  constexpr int kRows = kBlockM * 16 / kPrepareThreads;
-  float lse[kBlocks][kRows];
-  float dlse[kBlocks][kRows];
-  bool readable[kBlocks][kRows];
-  float delta[kBlocks][kRows];
-  const auto row_of = [&](int i) { return thread / 16 + i * (kPrepareThreads / 16); };
-#pragma unroll
-  for (int k = 0; k < kBlocks; ++k) {
-    const PrepareBlock& block = blocks[k];
+// The loads of all rows are issued together, also of rows that turn out not to count: waiting for
+// lse first would double the latency.
+template <class T, int kRows, bool kWide>
+__device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const RowStatistics& rows,
+                                                    std::int64_t rows_q,
+                                                    const SequenceSpan& sequence,
+                                                    std::int64_t row_begin, std::int64_t head,
+                                                    std::int64_t statistic, int lane) {
+  constexpr int kSharing = 16 / kRows;
+  const std::int64_t b = sequence.batch_index;
+  const std::int64_t first_row = sequence.q.begin + row_begin;
+  const int left = static_cast<int>(clamp_to(sequence.band.seqlen_q - row_begin, 0, kRows));
+  const int own = lane / kSharing;
+  const std::int64_t row = row_begin + own;
+  const bool exists = own < left;
+  const float lse = exists ? static_cast<const float*>(
+                                 p.lse.data)[p.lse.offset(b, first_row + own, head)]
+                           : INFINITY;
+  const float dlse = exists && p.dlse ? static_cast<const float*>(
+                                            p.dlse.data)[p.dlse.offset(b, first_row + own, head)]
+                                      : 0.0F;
+  float delta[kRows];
+  if (kWide || (all_wide(p) && p.head_dim_v <= 8 * 16)) {
+    const int columns_left = 8 * lane < p.head_dim_v ? left : 0;
+    const T* const out =
+        static_cast<const T*>(p.out.data) + p.out.offset(b, first_row, head) + 8 * lane;
+    const T* const dout =
+        static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row, head) + 8 * lane;
+    uint4 x[kRows];
+    uint4 y[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const std::int64_t row = block.row_begin + row_of(i);
-      const std::int64_t tensor_row = block.sequence.q.begin + row;
-      const std::int64_t b = block.sequence.batch_index;
-      const bool exists = k < count && row < block.sequence.band.seqlen_q;
-      lse[k][i] =
-          exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, tensor_row, block.head)]
-                 : INFINITY;
-      dlse[k][i] = exists && p.dlse ? static_cast<const float*>(
-                                          p.dlse.data)[p.dlse.offset(b, tensor_row, block.head)]
-                                    : 0.0F;
-      readable[k][i] = exists && !block.sequence.band.kv_range(row, row + 1).empty();
-      delta[k][i] = 0;
-    }
-  }
-  const auto element = [&](const Tensor& t, const PrepareBlock& block, int i) {
-    return static_cast<const T*>(t.data) +
-           t.offset(block.sequence.batch_index, block.sequence.q.begin + block.row_begin + row_of(i),
-                    block.head);
-  };
-  if (kAhead || (wide && p.head_dim_v <= 8 * 16)) {
-    uint4 out[kBlocks][kRows];
-    uint4 dout[kBlocks][kRows];
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        out[k][i] = dout[k][i] = make_uint4(0, 0, 0, 0);
-        if (readable[k][i] && 8 * lane < p.head_dim_v) {
-          out[k][i] = *reinterpret_cast<const uint4*>(element(p.out, blocks[k], i) + 8 * lane);
-          dout[k][i] = *reinterpret_cast<const uint4*>(element(p.dout, blocks[k], i) + 8 * lane);
-        }
+      x[i] = y[i] = make_uint4(0, 0, 0, 0);
+      if (i < columns_left) {
+        x[i] = *reinterpret_cast<const uint4*>(out + i * p.out.row_stride);
+        y[i] = *reinterpret_cast<const uint4*>(dout + i * p.dout.row_stride);
       }
     }
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        delta[k][i] = dot_8<T>(out[k][i], dout[k][i]);
-      }
-    }
-  } else if (p.dout) {
-#pragma unroll
-    for (int k = 0; k < kBlocks; ++k) {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (readable[k][i]) {
-          delta[k][i] = partial_dot<T>(element(p.out, blocks[k], i), element(p.dout, blocks[k], i),
-                                       p.dout.dim_stride, p.head_dim_v, lane, wide);
-        }
-      }
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kBlocks; ++k) {
-    const PrepareBlock& block = blocks[k];
-    int marks = 0;
-    float dsink = 0;
-    const float sink = !kAhead && p.sinks != nullptr ? p.sinks[block.head] : -INFINITY;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const bool read = readable[k][i] && !isinf(lse[k][i]);
-      float sum = read ? delta[k][i] : 0.0F;
+      delta[i] = dot_8<T>(x[i], y[i]);
+    }
+  } else {
+    const bool wide = all_wide(p);
 #pragma unroll
-      for (int step = 8; step > 0; step /= 2) {
-        sum += __shfl_xor_sync(0xffffffffU, sum, step);
-      }
-      if (lane == 0 && k < count) {
-        constexpr float kLog2E = 1.4426950408889634F;
-        const std::int64_t at = block.slot * kBlockM + row_of(i);
-        rows.neg_lse_log2[at] = read ? -lse[k][i] * kLog2E : -INFINITY;
-        rows.neg_delta[at] = read ? dlse[k][i] - sum : 0.0F;
-        if (!kAhead && !isinf(lse[k][i]) && sink != -INFINITY) {
-          dsink += expf(sink - lse[k][i]) * (dlse[k][i] - sum);
-        }
-        // Rows past the end of the tensor come as zeros from the copy engine.
-        const bool unreadable =
-            !read && block.sequence.q.begin + block.row_begin + row_of(i) < rows_q;
-        const bool is_nan = read && isnan(lse[k][i] + dlse[k][i] - sum);
-        marks |= unreadable ? 1 : is_nan ? kHasNan : 0;
-      }
-    }
-    const bool any_unreadable = ptx::named_barrier_or<kPrepareThreads>(barrier, (marks & 1) != 0);
-    const bool any_nan = ptx::named_barrier_or<kPrepareThreads>(barrier, (marks & kHasNan) != 0);
-    if (thread == 0 && k < count) {
-      rows.unreadable[block.slot] = (any_unreadable ? 1 : 0) + (any_nan ? kHasNan : 0);
-    }
-    if constexpr (!kAhead) {
-      if (rows.dsink_partial != nullptr) {
-        __shared__ float partial[kPrepareThreads / 16];
-        if (lane == 0) {
-          partial[thread / 16] = dsink;
-        }
-        ptx::named_barrier_sync<kPrepareThreads>(barrier);
-        if (thread == 0) {
-          float sum = 0;
-          for (const float x : partial) {
-            sum += x;
-          }
-          rows.dsink_partial[block.slot] = sum;
-        }
+    for (int i = 0; i < kRows; ++i) {
+      delta[i] = 0;
+      if (p.dout && i < left) {
+        delta[i] = partial_dot<T>(
+            static_cast<const T*>(p.out.data) + p.out.offset(b, first_row + i, head),
+            static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row + i, head),
+            p.dout.dim_stride, p.head_dim_v, lane, wide);
       }
     }
   }
+  // Sums over the lanes; while a lane has several rows it gives half of them away.
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) {
+    const int half = kRows * step / 16;
+    const bool upper = (lane & step) != 0;
+    if (half == 0) {
+      delta[0] += __shfl_xor_sync(0xffffffffU, delta[0], step);
+    }
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = upper ? delta[i] : delta[i + half];
+      delta[i] = (upper ? delta[i + half] : delta[i]) + __shfl_xor_sync(0xffffffffU, given, step);
+    }
+  }
+  const bool read = exists && !sequence.band.kv_range(row, row + 1).empty() && !isinf(lse);
+  const float neg_delta = read ? dlse - delta[0] : 0.0F;
+  PreparedRow result{0, 0};
+  if (lane % kSharing == 0) {
+    constexpr float kLog2E = 1.4426950408889634F;
+    rows.neg_lse_log2[statistic + own] = read ? -lse * kLog2E : -INFINITY;
+    rows.neg_delta[statistic + own] = neg_delta;
+    const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
+    if (!kWide && !isinf(lse) && sink != -INFINITY) {
+      result.dsink = expf(sink - lse) * (read ? neg_delta : dlse);
+    }
+    // Rows past the end of the tensor come as zeros from the copy engine.
+    const bool unreadable = !read && first_row + own < rows_q;
+    result.marks = unreadable ? 1 : read && isnan(lse + neg_delta) ? kHasNan : 0;
+  }
+  return result;
 }
 
 template <class T>
@@ -278,30 +239,68 @@ __global__ __launch_bounds__(kPrepareThreads,
   const std::int64_t unit = s.packed() ? head_kv : span * (heads / group) + head_kv;
   if (p.dq_accumulator != nullptr) {
     // Slot u is unit u's at first.
-    if (unit < p.dq_ring.slots) {
+    if (unit < p.pipeline.slots) {
       const std::int64_t in_head = s.packed() ? block : block - first;
       float4* accumulator = reinterpret_cast<float4*>(
           p.dq_accumulator +
-          ((unit * group + static_cast<unsigned>(head) % group) * p.dq_ring.head_blocks + in_head) *
+          ((unit * group + static_cast<unsigned>(head) % group) * p.pipeline.head_blocks + in_head) *
               p.block_floats);
       for (int i = static_cast<int>(threadIdx.x); i < p.block_floats / 4; i += kPrepareThreads) {
         accumulator[i] = make_float4(0, 0, 0, 0);
       }
     }
   }
-  if (p.dq_ring.counters != nullptr) {
-    const std::int64_t count = p.num_units * DqRing::kNumCounts;
-    for (std::int64_t i = std::int64_t{cta} * kPrepareThreads + threadIdx.x; i < count;
-         i += (gridDim.x - p.tile_ctas) * kPrepareThreads) {
-      p.dq_ring.counters[i] = 0;
+  const std::int64_t thread = std::int64_t{cta} * kPrepareThreads + threadIdx.x;
+  const std::int64_t threads = (gridDim.x - p.tile_ctas) * kPrepareThreads;
+  if (p.pipeline.counters != nullptr) {
+    for (std::int64_t i = thread; i < p.num_units * UnitPipeline::kNumCounts; i += threads) {
+      p.pipeline.counters[i] = 0;
     }
   }
-  if (p.dq_ring.ahead > 0 && unit >= p.dq_ring.ahead) {
+  if (p.pipeline.lead > 0) {
+    // Who prepares later units only adds marks.
+    for (std::int64_t i = thread; i < p.heads_q * p.rows.num_blocks; i += threads) {
+      const auto of_head = static_cast<unsigned>(i / p.rows.num_blocks);
+      const auto of_block = static_cast<unsigned>(i % p.rows.num_blocks);
+      const unsigned batch = of_block / static_cast<unsigned>(p.pipeline.head_blocks);
+      if (batch * (heads / group) + of_head / group >= static_cast<unsigned>(p.pipeline.lead)) {
+        p.rows.unreadable[i] = 0;
+      }
+    }
+  }
+  if (p.pipeline.lead > 0 && unit >= p.pipeline.lead) {
     return;
   }
 
-  const PrepareBlock blocks[1] = {{sequence, row_begin, head, slot}};
-  prepare_rows<T, 1, false>(p.inputs, p.rows, s.rows_q, blocks, 1, static_cast<int>(threadIdx.x), 0);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int in_block = static_cast<int>(threadIdx.x) / 16 * kPreparedRows;
+  const PreparedRow row = prepare_rows<T, kPreparedRows, false>(
+      p.inputs, p.rows, s.rows_q, sequence, row_begin + in_block, head, slot * kBlockM + in_block,
+      static_cast<int>(threadIdx.x) % 16);
+  const bool any_unreadable = __syncthreads_or(row.marks & 1) != 0;
+  const bool any_nan = __syncthreads_or(row.marks & kHasNan) != 0;
+  if (threadIdx.x == 0) {
+    p.rows.unreadable[slot] = (any_unreadable ? 1 : 0) + (any_nan ? kHasNan : 0);
+  }
+  if (p.rows.dsink_partial != nullptr) {
+    __shared__ float partial[kPrepareThreads / 32];
+    float sum = row.dsink;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(0xffffffffU, sum, step);
+    }
+    if (threadIdx.x % 32 == 0) {
+      partial[warp] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      sum = 0;
+      for (const float x : partial) {
+        sum += x;
+      }
+      p.rows.dsink_partial[slot] = sum;
+    }
+  }
 }
 
 }  // namespace flashgrad::sm90

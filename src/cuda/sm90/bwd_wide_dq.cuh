@@ -29,7 +29,7 @@ inline constexpr int kWideDqRegisters = 232;
 inline constexpr int kWideDqLoaderRegisters = 40;
 
 template <int kD, int kClusterSize>
-struct WideDqShared {
+struct WideUnitShared {
   static constexpr int kCluster = kClusterSize;
   static constexpr int kStages = 4;
   static constexpr int kKBytes = kWideKeys * kD * 2;
@@ -70,9 +70,9 @@ struct WideDqShared {
 template <int kD, int kCluster>
 __device__ __forceinline__ void wide_dq_loader_role(const BwdQueryParams& p, const BwdMaps& maps,
                                                     const WideDqTile& shared_tile,
-                                                    const WideDqShared<kD, kCluster>& shared,
+                                                    const WideUnitShared<kD, kCluster>& shared,
                                                     int rank, int lane) {
-  using Shared = WideDqShared<kD, kCluster>;
+  using Shared = WideUnitShared<kD, kCluster>;
   constexpr int kMapRows = kWideKeys / kCluster;
   constexpr std::uint32_t kBoxBytes = kWideKeys * tile::kBoxRowBytes;
   const WideDqTile& tile = shared_tile;
@@ -159,9 +159,9 @@ __device__ __forceinline__ void wide_dq_loader_role(const BwdQueryParams& p, con
 template <int kD, int kCluster, class T>
 __device__ __forceinline__ void wide_dq_consumer_role(const BwdQueryParams& p,
                                                       const WideDqTile& tile,
-                                                      const WideDqShared<kD, kCluster>& shared,
+                                                      const WideUnitShared<kD, kCluster>& shared,
                                                       int consumer, int thread) {
-  using Shared = WideDqShared<kD, kCluster>;
+  using Shared = WideUnitShared<kD, kCluster>;
   using Tile = tile::SwizzledTile<64>;
   const int lane = thread % 32;
   const auto release = [&](int stage) {
@@ -257,7 +257,7 @@ __global__ __launch_bounds__(kWideDqThreads,
                              1) void bwd_wide_dq(const __grid_constant__ BwdMaps maps,
                                                  const __grid_constant__ BwdQueryParams p,
                                                  const __grid_constant__ WidePass pass) {
-  using Shared = WideDqShared<kD, kCluster>;
+  using Shared = WideUnitShared<kD, kCluster>;
   extern __shared__ std::uint8_t dynamic_shared[];
   const std::uint32_t start = ptx::shared_address(dynamic_shared);
   const std::uint32_t base =

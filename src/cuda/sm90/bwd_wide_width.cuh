@@ -27,7 +27,7 @@ Status launch_wide_queries(const BwdMaps& maps, const BwdQueryParams& params, co
   const cuda::LaunchShape shape{
       .num_ctas = pass.num_units * params.group * params.num_q_tiles * kCluster,
       .num_threads = kWideDqThreads,
-      .shared_bytes = WideDqShared<kD, kCluster>::kBytes,
+      .shared_bytes = WideUnitShared<kD, kCluster>::kBytes,
       .cluster_size = kCluster,
       .overlaps_predecessor = true};
   return cuda::launch("sm90 backward, wide dq", bwd_wide_dq<kD, kCluster, T>, shape, stream, maps,

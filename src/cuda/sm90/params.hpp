@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "cuda/sm90/dq_ring.hpp"
+#include "cuda/sm90/unit_pipeline.hpp"
 #include "cuda/sm90/sequences.cuh"
 
 namespace flashgrad::sm90 {
@@ -53,7 +53,7 @@ struct BwdPrepareParams {
   RowStatistics rows;
   float* dq_accumulator;      // of BwdParams, zeroed; null: not wanted
   std::int64_t block_floats;  // 64 * padded head_dim
-  DqRing dq_ring;             // its counters are zeroed
+  UnitPipeline pipeline;             // its counters are zeroed
   std::int64_t num_units;     // of the ring
   std::int64_t group;
   DqOrder order;              // set where not null
@@ -89,10 +89,10 @@ struct BwdParams {
   Tensor dk, dv;         // null: not wanted
   RowStatistics rows;
   RowInputs inputs;  // of units that tiles of others prepare
-  // f32 in fragment order, (dq_ring.slots, group, dq_ring.head_blocks, 64 * head_dim) or, in ordered
+  // f32 in fragment order, (pipeline.slots, group, pipeline.head_blocks, 64 * head_dim) or, in ordered
   // kernels, (heads_q, num_blocks, 64 * head_dim); null: not wanted
   float* dq_accumulator;
-  DqRing dq_ring;  // kernels that are not ordered
+  UnitPipeline pipeline;  // kernels that are not ordered
   DqOrder order;   // ordered kernels
   Tensor dq;       // ordered kernels, and those that finish units
   int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
@@ -134,7 +134,7 @@ struct BwdFinishParams {
   std::int64_t head_dim;
   std::int64_t first_unit;      // those before it are finished
   const float* dq_accumulator;  // of BwdParams
-  DqRing dq_ring;
+  UnitPipeline pipeline;
   Tensor dq;
   float scale;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a tile does for other units (dq_ring.hpp) while its own keys are still being loaded: the dq
+// What a tile does for other units (unit_pipeline.hpp) while its own keys are still being loaded: the dq
 // warpgroup turns a share of an earlier unit's sums into dq and leaves zeros; the consumers prepare
 // a share of the rows of a later one.
 #pragma once
@@ -8,7 +8,7 @@
 #include "cuda/sm90/bwd_order.cuh"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
-#include "cuda/sm90/dq_ring.hpp"
+#include "cuda/sm90/unit_pipeline.hpp"
 #include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
@@ -20,8 +20,8 @@ __device__ __forceinline__ int unit_of(const BwdParams& p, const KeyTile& tile) 
 }
 
 __device__ __forceinline__ std::uint32_t* unit_counter(const BwdParams& p, int unit,
-                                                       DqRing::Count count) {
-  return p.dq_ring.counters + unit * DqRing::kNumCounts + count;
+                                                       UnitPipeline::Count count) {
+  return p.pipeline.counters + unit * UnitPipeline::kNumCounts + count;
 }
 
 // How many warps count, when `per_tile` of each tile of a unit do.
@@ -31,11 +31,16 @@ __device__ __forceinline__ std::uint32_t all_warps(const BwdParams& p, int per_t
          static_cast<std::uint32_t>(p.num_kv_blocks);
 }
 
+// Of numbers that are not negative; takes half as long as the signed division.
+__device__ __forceinline__ int quotient(int a, int b) {
+  return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
+}
+
 // The share of the tile in what is done for another unit.
 template <BwdConfig C>
-__device__ __forceinline__ DqShare share_of(const BwdParams& p, const KeyTile& tile) {
-  return dq_share(tile.kv_row / C.block_n(), p.num_kv_blocks * C.cluster,
-                  p.group * p.dq_ring.head_blocks);
+__device__ __forceinline__ UnitShare share_of(const BwdParams& p, const KeyTile& tile) {
+  return unit_share(tile.kv_row / C.block_n(), static_cast<int>(p.num_kv_blocks) * C.cluster,
+                    static_cast<int>(p.group) * p.pipeline.head_blocks);
 }
 
 // Waits until a counter shows that all have done what it counts. One warp.
@@ -63,9 +68,9 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 // Waits until the slot of the tile's own unit has been cleared.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
-  const int before = unit - p.dq_ring.slots;
+  const int before = unit - p.pipeline.slots;
   if (before >= 0) {
-    wait_for_all(unit_counter(p, before, DqRing::kFinished), all_warps<C>(p, 4));
+    wait_for_all(unit_counter(p, before, UnitPipeline::kFinished), all_warps<C>(p, 4));
   }
 }
 
@@ -73,72 +78,75 @@ __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
 // then be among them.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_rows(const BwdParams& p, int unit) {
-  if (p.dq_ring.ahead > 0 && unit >= p.dq_ring.ahead) {
-    wait_for_all(unit_counter(p, unit, DqRing::kPrepared), all_warps<C>(p, 8));
+  if (p.pipeline.lead > 0 && unit >= p.pipeline.lead) {
+    wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), all_warps<C>(p, 8));
     ptx::fence_proxy_async_global();
   }
 }
 
 // By the consumers.
 template <BwdConfig C, class T>
-__device__ __forceinline__ void prepare_ahead(const BwdParams& p, const KeyTile& tile, int thread) {
-  static_assert(kPrepareThreads == 128 * BwdConfig::kConsumers);
-  const int unit = unit_of(p, tile) + p.dq_ring.ahead;
-  if (p.dq_ring.ahead == 0 || unit >= p.num_units) {
+__device__ __forceinline__ void prepare_unit_share(const BwdParams& p, const KeyTile& tile, int thread) {
+  const int unit = unit_of(p, tile) + p.pipeline.lead;
+  if (p.pipeline.lead == 0 || unit >= p.num_units) {
     return;
   }
-  const int head_blocks = p.dq_ring.head_blocks;
-  const DqShare share = share_of<C>(p, tile);
+  const int head_blocks = p.pipeline.head_blocks;
+  const UnitShare share = share_of<C>(p, tile);
   const int heads_kv = static_cast<int>(p.heads_kv);
-  const int batch = unit / heads_kv;
+  const int batch = quotient(unit, heads_kv);
   const int first_head = (unit - batch * heads_kv) * static_cast<int>(p.group);
   const SequenceSpan sequence = sequence_span(p.sequences, batch);
+  const int lane = thread % 32;
+  // Each warp 16 rows at a time, a quarter of a block.
 #pragma unroll 1
-  for (int i = share.begin; i < share.end; i += 2) {
-    const auto block = [&](int b) {
-      const int head = b / head_blocks;
-      const int in_head = b - head * head_blocks;
-      return PrepareBlock{
-          sequence, std::int64_t{in_head} * kBlockM, first_head + head,
-          (first_head + head) * p.rows.num_blocks + std::int64_t{batch} * head_blocks + in_head};
-    };
-    const PrepareBlock blocks[2] = {block(i), block(i + 1)};
-    prepare_rows<T, 2, true>(p.inputs, p.rows, p.sequences.rows_q, blocks, share.end - i, thread,
-                              6);
+  for (int i = 4 * share.begin + thread / 32; i < 4 * share.end; i += 4 * BwdConfig::kConsumers) {
+    const int in_group = quotient(i / 4, head_blocks);
+    const int block = i / 4 - in_group * head_blocks;
+    const int head = first_head + in_group;
+    const std::int64_t slot = head * p.rows.num_blocks + std::int64_t{batch} * head_blocks + block;
+    const int in_block = i % 4 * 16 + lane / 16 * 8;
+    const PreparedRow row = prepare_rows<T, 8, true>(
+        p.inputs, p.rows, p.sequences.rows_q, sequence, std::int64_t{block} * kBlockM + in_block,
+        head, slot * kBlockM + in_block, lane % 16);
+    const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(row.marks));
+    if (marks != 0 && lane == 0) {
+      atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
+    }
   }
-  count_warp(unit_counter(p, unit, DqRing::kPrepared), thread % 32);
+  count_warp(unit_counter(p, unit, UnitPipeline::kPrepared), lane);
 }
 
 template <BwdConfig C, class T>
-__device__ __forceinline__ void recycle_dq(const BwdParams& p, const KeyTile& tile, int warp,
+__device__ __forceinline__ void finish_unit_share(const BwdParams& p, const KeyTile& tile, int warp,
                                            int lane) {
   constexpr int kBoxes = C.head_dim / 64;
-  const int unit = unit_of(p, tile) - p.dq_ring.distance;
+  const int unit = unit_of(p, tile) - p.pipeline.lag;
   if (unit < 0) {
     return;
   }
   const int group = static_cast<int>(p.group);
-  const int head_blocks = p.dq_ring.head_blocks;
-  const DqShare share = share_of<C>(p, tile);
+  const int head_blocks = p.pipeline.head_blocks;
+  const UnitShare share = share_of<C>(p, tile);
   const int heads_kv = static_cast<int>(p.heads_kv);
-  const int batch = unit / heads_kv;
+  const int batch = quotient(unit, heads_kv);
   const int first_head = (unit - batch * heads_kv) * group;
   const auto q_rows = static_cast<int>(p.sequences.rows_q);
-  const bool clear = p.dq_ring.reused(unit, p.num_units);
+  const bool clear = p.pipeline.reused(unit, p.num_units);
   const bool wide = p.dq.dtype != DType::kF32 &&
                     reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
                     p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 &&
                     p.dq.batch_stride % 8 == 0 && C.head_dim == p.head_dim;
   float* const unit_sums =
       p.dq_accumulator +
-      std::int64_t{unit % p.dq_ring.slots} * (group * head_blocks) * (kBlockM * C.head_dim) +
+      std::int64_t{unit % p.pipeline.slots} * (group * head_blocks) * (kBlockM * C.head_dim) +
       tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
-  wait_for_all(unit_counter(p, unit, DqRing::kAdded), all_warps<C>(p, 4));
+  wait_for_all(unit_counter(p, unit, UnitPipeline::kAdded), all_warps<C>(p, 4));
 #pragma unroll 1
   for (int i = share.begin * kBoxes; i < share.end * kBoxes; ++i) {
     const int block = i / kBoxes;
     const int column = i % kBoxes * 64;
-    const int head = block / head_blocks;
+    const int head = quotient(block, head_blocks);
     const int row = (block - head * head_blocks) * kBlockM + warp * 16;
     float* const sums =
         unit_sums + std::int64_t{block} * (kBlockM * C.head_dim) + i % kBoxes * 1024;
@@ -156,7 +164,7 @@ __device__ __forceinline__ void recycle_dq(const BwdParams& p, const KeyTile& ti
       }
     }
   }
-  count_warp(unit_counter(p, unit, DqRing::kFinished), lane);
+  count_warp(unit_counter(p, unit, UnitPipeline::kFinished), lane);
 }
 
 }  // namespace flashgrad::sm90
