@@ -110,17 +110,19 @@ Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
   if (plan.variant >= 0 && !plan.ordered() && !plan.separate_dq) {
     const BwdConfig& config = kBwdConfigs[plan.variant];
     const std::int64_t units = num_units(p);
-    plan.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes);
     plan.units.slots = static_cast<std::int32_t>(units);
-    if (config.serves_units() && !p.packed && !env("FG_X_OFF", 0)) {
-      // The tiles of a unit may all run at once if each has as many steps; else longest first.
-      const std::int64_t section =
-          env("FG_X_G", hides_nothing(p.mask) ? 1 : std::max<std::int64_t>(1, plan.section / 2));
-      plan.units =
-          plan_units(units, tiles_per_unit(p, config), section, device.num_multiprocessors);
-      plan.section = plan.units.lag > 0 ? section : plan.section;
-      if (p.wants_dsinks || env("FG_X_NOAHEAD", 0)) {
-        plan.units.lead = 0;
+    if (p.packed) {
+      plan.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes);
+    } else {
+      const std::int64_t tiles = tiles_per_unit(p, config);
+      const bool equal_tiles = hides_nothing(p.mask);
+      plan.section = env("FG_X_G", unit_section(tiles, equal_tiles, device.num_multiprocessors));
+      if (config.serves_units() && !env("FG_X_OFF", 0)) {
+        plan.units =
+            plan_units(units, tiles, plan.section, equal_tiles, device.num_multiprocessors);
+        if (p.wants_dsinks || env("FG_X_NOAHEAD", 0)) {
+          plan.units.lead = 0;
+        }
       }
     }
   }

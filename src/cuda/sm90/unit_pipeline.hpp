@@ -57,24 +57,34 @@ FG_HOST_DEVICE constexpr UnitShare unit_share(std::int32_t tile, std::int32_t ti
   return {begin, begin + each + (tile < more ? 1 : 0)};
 }
 
+// Units whose tiles are launched together, longest first, on `num_multiprocessors` that run one tile
+// each: about as many as fill them, so that a section ends and the next begins without a gap
+// (simulated: causal 4k in sections of 4 units 0.98 to 1.00 busy, of 2 0.95). Where all tiles take
+// as long there is nothing to gain.
+inline std::int64_t unit_section(std::int64_t tiles, bool equal_tiles,
+                                 std::int64_t num_multiprocessors) {
+  if (equal_tiles || tiles == 0) {
+    return 1;
+  }
+  return std::max<std::int64_t>(1, (4 * num_multiprocessors + tiles) / (4 * tiles));
+}
+
 // Slots, lead and lag for `num_units` units of `tiles` tiles each, launched in sections of `section`
-// units, on `num_multiprocessors`, one CTA on each. Without lead and lag if there are too few units.
+// units. Without lead and lag if there are too few units.
 inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::int64_t section,
-                               std::int64_t num_multiprocessors) {
+                               bool equal_tiles, std::int64_t num_multiprocessors) {
   UnitPipeline pipeline;
   pipeline.slots = static_cast<std::int32_t>(num_units);
-  // Whole sections, so that at least `count` tiles start between the last tile of a unit, at the end
-  // of its section, and the first of the unit that far away.
-  const auto units_after = [=](std::int64_t count) {
-    const std::int64_t in_section = tiles * section;
-    return section * (1 + (count + in_section - 1) / in_section);
-  };
   if (tiles == 0) {
     return pipeline;
   }
-  // By then a tile has ended, or at least done what it does for other units.
-  const std::int64_t distance = units_after(num_multiprocessors * 5 / 4);
-  const std::int64_t slots = distance + units_after(num_multiprocessors / 4);
+  // A unit has ended once so many tiles have started after its last one, at the end of its section;
+  // the last ones are short unless all take as long.
+  const std::int64_t later = num_multiprocessors * (equal_tiles ? 10 : 7) / 8;
+  const std::int64_t in_section = tiles * section;
+  const std::int64_t distance = section * (1 + (later + in_section - 1) / in_section);
+  // What tiles do for other units they have done soon after they start.
+  const std::int64_t slots = distance + section + (num_multiprocessors / 8 + tiles - 1) / tiles;
   if (distance < num_units) {
     pipeline.lead = pipeline.lag = static_cast<std::int32_t>(distance);
     pipeline.slots = static_cast<std::int32_t>(std::min(num_units, slots));
