@@ -111,8 +111,9 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   if constexpr (C.serves_units()) {
-    if (warpgroup > 0) {
-      prepare_unit_share<C, T>(p, tile, ptx::thread_index() - 128);
+    if (tile.num_steps == kServesUnit) {
+      serve_units<C, T>(p, unit_of(p, tile), static_cast<int>(rank));
+      return;
     }
   }
   if (tile.num_steps == 0) {
@@ -128,7 +129,6 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if constexpr (C.serves_units()) {
       if (warpgroup == 0 && p.pipeline.lag > 0) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        finish_unit_share<C, T>(p, tile, static_cast<int>(threadIdx.x) / 32, lane);
         count_warp(unit_counter(p, unit_of(p, tile), UnitPipeline::kAdded), lane);
       }
     }

@@ -68,7 +68,6 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
                   (p.sequences.packed() ? tile.q_block : 0);
     if constexpr (C.serves_units()) {
       if (p.pipeline.lag > 0) {
-        finish_unit_share<C, T>(p, tile, warp, lane);
         wait_for_slot<C>(p, unit);
       }
     }

@@ -123,6 +123,10 @@ Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
         if (p.wants_dsinks || env("FG_X_NOAHEAD", 0)) {
           plan.units.lead = 0;
         }
+        if (env("FG_X_NOLAG", 0)) {
+          plan.units.lag = 0;
+          plan.units.slots = static_cast<std::int32_t>(units);
+        }
       }
     }
   }
@@ -147,8 +151,9 @@ struct Layout {
 constexpr std::size_t kAlignment = 256;
 
 // CTAs of the main kernel.
-std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
-  return num_units(p) * tiles_per_unit(p, kBwdConfigs[plan.variant]);
+std::int64_t num_main_ctas(const Problem& p, const Plan& plan, const UnitPipeline& pipeline) {
+  const BwdConfig& config = kBwdConfigs[plan.variant];
+  return num_units(p) * (tiles_per_unit(p, config) + (pipeline.serves() ? config.cluster : 0));
 }
 
 Layout make_layout(const Problem& p, const Plan& plan) {
@@ -172,7 +177,7 @@ Layout make_layout(const Problem& p, const Plan& plan) {
   layout.unit_counters = plan.units.lag > 0 ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
-  layout.tiles = plan.variant >= 0 ? take(num_key_tiles(p, plan) * sizeof(KeyTile)) : 0;
+  layout.tiles = plan.variant >= 0 ? take(num_main_ctas(p, plan, plan.units) * sizeof(KeyTile)) : 0;
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
@@ -393,7 +398,8 @@ Status run(const Problem& p, const Args& args) {
     main = main_params(p, args, plan, rows, dq_accumulator, pipeline, order, device);
     main.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
   }
-  const std::int64_t num_tiles = runs_main ? num_key_tiles(p, plan) : 0;
+  const std::int64_t num_tiles = runs_main ? num_main_ctas(p, plan, pipeline) : 0;
+  main.num_ctas = num_tiles;
   const std::int64_t tile_ctas = (num_tiles + kPrepareThreads - 1) / kPrepareThreads;
   const BwdPrepareParams prepare{.variant = plan.variant,
                                  .num_tiles = num_tiles,

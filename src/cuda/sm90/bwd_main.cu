@@ -10,7 +10,7 @@ template <BwdVariant kVariant, class T>
 Status launch_variant(const BwdMaps& maps, const BwdParams& params, void* stream) {
   constexpr const BwdConfig& kConfig = kBwdConfigs[static_cast<int>(kVariant)];
   const cuda::LaunchShape shape{
-      .num_ctas = params.num_units * params.num_kv_blocks * kConfig.cluster,
+      .num_ctas = params.num_ctas,
       .num_threads = BwdConfig::kThreads,
       .shared_bytes = kConfig.shared_bytes(),
       .cluster_size = kConfig.cluster,

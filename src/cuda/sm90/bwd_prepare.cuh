@@ -85,6 +85,24 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
   }
 }
 
+// Number i of the main kernel's CTAs. With a pipeline each section begins with the clusters that
+// serve its units.
+template <int kBlockN, int kCluster, bool kOrdered>
+__device__ __forceinline__ KeyTile listed_tile(const BwdParams& p, std::int64_t i) {
+  if (!p.pipeline.serves()) {
+    return key_tile<kBlockN, kCluster, kOrdered>(p, i);
+  }
+  const ServedOrder order(i / kCluster, p.section, p.num_kv_blocks, p.num_units);
+  if (order.unit < 0) {
+    return key_tile<kBlockN, kCluster, kOrdered>(p, order.tile * kCluster + i % kCluster);
+  }
+  KeyTile tile{};
+  tile.num_steps = kServesUnit;
+  tile.batch_index = static_cast<int>(order.unit / p.heads_kv);
+  tile.head_kv = static_cast<int>(order.unit % p.heads_kv);
+  return tile;
+}
+
 // The main kernel's tiles. Made here, since there each CTA would wait for a single thread.
 __device__ __forceinline__ void list_tiles(const BwdPrepareParams& p, const BwdParams& main) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kPrepareThreads + threadIdx.x;
@@ -95,7 +113,7 @@ __device__ __forceinline__ void list_tiles(const BwdPrepareParams& p, const BwdP
 #define FG_BWD_VARIANT(name, ...)                                                        \
   case BwdVariant::name: {                                                               \
     constexpr BwdConfig kConfig = kBwdConfigs[static_cast<int>(BwdVariant::name)]; \
-    main.tiles[i] = key_tile<kConfig.block_n(), kConfig.cluster, kConfig.ordered>(main, i); \
+    main.tiles[i] = listed_tile<kConfig.block_n(), kConfig.cluster, kConfig.ordered>(main, i); \
     break;                                                                               \
   }
 #include "cuda/sm90/variants.def"

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a tile does for other units (unit_pipeline.hpp) while its own keys are still being loaded: the dq
-// warpgroup turns a share of an earlier unit's sums into dq and leaves zeros; the consumers prepare
-// a share of the rows of a later one.
+// The CTAs of the main kernel that serve units (unit_pipeline.hpp) instead of computing a tile, and
+// what tiles wait for.
 #pragma once
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/bwd_order.cuh"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
-#include "cuda/sm90/unit_pipeline.hpp"
 #include "cuda/sm90/params.hpp"
+#include "cuda/sm90/unit_pipeline.hpp"
 
 namespace flashgrad::sm90 {
 
@@ -24,23 +23,17 @@ __device__ __forceinline__ std::uint32_t* unit_counter(const BwdParams& p, int u
   return p.pipeline.counters + unit * UnitPipeline::kNumCounts + count;
 }
 
-// How many warps count, when `per_tile` of each tile of a unit do.
+// Warps that count: of the dq warpgroups of a unit's tiles, and of the CTAs that serve one.
 template <BwdConfig C>
-__device__ __forceinline__ std::uint32_t all_warps(const BwdParams& p, int per_tile) {
-  return static_cast<std::uint32_t>(per_tile * C.cluster) *
-         static_cast<std::uint32_t>(p.num_kv_blocks);
+__device__ __forceinline__ std::uint32_t adding_warps(const BwdParams& p) {
+  return 4U * C.cluster * static_cast<std::uint32_t>(p.num_kv_blocks);
 }
+template <BwdConfig C>
+inline constexpr int kServingWarps = C.cluster * BwdConfig::kThreads / 32;
 
 // Of numbers that are not negative; takes half as long as the signed division.
 __device__ __forceinline__ int quotient(int a, int b) {
   return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
-}
-
-// The share of the tile in what is done for another unit.
-template <BwdConfig C>
-__device__ __forceinline__ UnitShare share_of(const BwdParams& p, const KeyTile& tile) {
-  return unit_share(tile.kv_row / C.block_n(), static_cast<int>(p.num_kv_blocks) * C.cluster,
-                    static_cast<int>(p.group) * p.pipeline.head_blocks);
 }
 
 // Waits until a counter shows that all have done what it counts. One warp.
@@ -66,41 +59,36 @@ __device__ __forceinline__ void clear_sums(float* sums) {
 }
 
 // Waits until the slot of the tile's own unit has been cleared.
+// Waits until the slot of the tile's own unit has been cleared.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
   const int before = unit - p.pipeline.slots;
   if (before >= 0) {
-    wait_for_all(unit_counter(p, before, UnitPipeline::kFinished), all_warps<C>(p, 4));
+    wait_for_all(unit_counter(p, before, UnitPipeline::kFinished), kServingWarps<C>);
   }
 }
 
-// Waits until the rows of the tile's own unit have been prepared; what the copy engine loads may
-// then be among them.
+// Waits until the rows of the tile's own unit have been prepared; the copy engine may load them
+// then.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_rows(const BwdParams& p, int unit) {
   if (p.pipeline.lead > 0 && unit >= p.pipeline.lead) {
-    wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), all_warps<C>(p, 8));
+    wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), kServingWarps<C>);
     ptx::fence_proxy_async_global();
   }
 }
 
-// By the consumers.
-template <BwdConfig C, class T>
-__device__ __forceinline__ void prepare_unit_share(const BwdParams& p, const KeyTile& tile, int thread) {
-  const int unit = unit_of(p, tile) + p.pipeline.lead;
-  if (p.pipeline.lead == 0 || unit >= p.num_units) {
-    return;
-  }
+// Prepares the rows of a unit, by `warps` warps, 16 rows each at a time.
+template <class T>
+__device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int warp, int warps,
+                                             int lane) {
   const int head_blocks = p.pipeline.head_blocks;
-  const UnitShare share = share_of<C>(p, tile);
   const int heads_kv = static_cast<int>(p.heads_kv);
   const int batch = quotient(unit, heads_kv);
   const int first_head = (unit - batch * heads_kv) * static_cast<int>(p.group);
   const SequenceSpan sequence = sequence_span(p.sequences, batch);
-  const int lane = thread % 32;
-  // Each warp 16 rows at a time, a quarter of a block.
 #pragma unroll 1
-  for (int i = 4 * share.begin + thread / 32; i < 4 * share.end; i += 4 * BwdConfig::kConsumers) {
+  for (int i = warp; i < 4 * static_cast<int>(p.group) * head_blocks; i += warps) {
     const int in_group = quotient(i / 4, head_blocks);
     const int block = i / 4 - in_group * head_blocks;
     const int head = first_head + in_group;
@@ -114,20 +102,16 @@ __device__ __forceinline__ void prepare_unit_share(const BwdParams& p, const Key
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
     }
   }
-  count_warp(unit_counter(p, unit, UnitPipeline::kPrepared), lane);
 }
 
+// Turns the sums of a unit into dq and leaves zeros for the next unit of the slot, by `warps` warps,
+// 16 rows and 64 columns each at a time.
 template <BwdConfig C, class T>
-__device__ __forceinline__ void finish_unit_share(const BwdParams& p, const KeyTile& tile, int warp,
-                                           int lane) {
+__device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int warp, int warps,
+                                            int lane) {
   constexpr int kBoxes = C.head_dim / 64;
-  const int unit = unit_of(p, tile) - p.pipeline.lag;
-  if (unit < 0) {
-    return;
-  }
   const int group = static_cast<int>(p.group);
   const int head_blocks = p.pipeline.head_blocks;
-  const UnitShare share = share_of<C>(p, tile);
   const int heads_kv = static_cast<int>(p.heads_kv);
   const int batch = quotient(unit, heads_kv);
   const int first_head = (unit - batch * heads_kv) * group;
@@ -137,34 +121,55 @@ __device__ __forceinline__ void finish_unit_share(const BwdParams& p, const KeyT
                     reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
                     p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 &&
                     p.dq.batch_stride % 8 == 0 && C.head_dim == p.head_dim;
-  float* const unit_sums =
-      p.dq_accumulator +
-      std::int64_t{unit % p.pipeline.slots} * (group * head_blocks) * (kBlockM * C.head_dim) +
-      tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
-  wait_for_all(unit_counter(p, unit, UnitPipeline::kAdded), all_warps<C>(p, 4));
+  float* const unit_sums = p.dq_accumulator + std::int64_t{unit % p.pipeline.slots} *
+                                                  (group * head_blocks) * (kBlockM * C.head_dim);
 #pragma unroll 1
-  for (int i = share.begin * kBoxes; i < share.end * kBoxes; ++i) {
-    const int block = i / kBoxes;
-    const int column = i % kBoxes * 64;
-    const int head = quotient(block, head_blocks);
-    const int row = (block - head * head_blocks) * kBlockM + warp * 16;
-    float* const sums =
-        unit_sums + std::int64_t{block} * (kBlockM * C.head_dim) + i % kBoxes * 1024;
+  for (int i = warp; i < 4 * kBoxes * group * head_blocks; i += warps) {
+    const int block = i / (4 * kBoxes);
+    const int quarter = i / kBoxes % 4;
+    const int box = i % kBoxes;
+    const int in_group = quotient(block, head_blocks);
+    const int head = first_head + in_group;
+    const int row = (block - in_group * head_blocks) * kBlockM + quarter * 16;
+    float* const sums = unit_sums + std::int64_t{block} * (kBlockM * C.head_dim) +
+                        tile::fragment_order<C.head_dim>(quarter * 32 + lane, 0) + box * 1024;
+    PackedRows x;
     if (wide) {
-      PackedRows x;
       load_rows<T>(x, sums, p.scale);
-      if (clear) {
-        clear_sums(sums);
-      }
-      store_packed(x, p.dq, batch, row, q_rows - row, first_head + head, column, lane);
+      store_packed(x, p.dq, batch, row, q_rows - row, head, 64 * box, lane);
     } else {
-      finish_elements<T>(p, sums, batch, row, q_rows - row, first_head + head, column, lane);
-      if (clear) {
-        clear_sums(sums);
+      finish_elements<T>(p, sums, batch, row, q_rows - row, head, 64 * box, lane);
+    }
+    if (clear) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        ptx::store_sum(sums + j * 128, 0, 0, 0, 0);
       }
     }
   }
-  count_warp(unit_counter(p, unit, UnitPipeline::kFinished), lane);
+}
+
+// What a cluster does that serves units instead of computing a tile. One half of its warps begins
+// with reading rows from memory, the other with sums, which are in the L2.
+template <BwdConfig C, class T>
+__device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int rank) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = rank * (BwdConfig::kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+  const int later = unit + p.pipeline.lead;
+  const int earlier = unit - p.pipeline.lag;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    if ((half + warp) % 2 == 0) {
+      if (p.pipeline.lead > 0 && later < p.num_units) {
+        prepare_unit<T>(p, later, warp, kServingWarps<C>, lane);
+        count_warp(unit_counter(p, later, UnitPipeline::kPrepared), lane);
+      }
+    } else if (p.pipeline.lag > 0 && earlier >= 0) {
+      wait_for_all(unit_counter(p, earlier, UnitPipeline::kAdded), adding_warps<C>(p));
+      finish_unit<C, T>(p, earlier, warp, kServingWarps<C>, lane);
+      count_warp(unit_counter(p, earlier, UnitPipeline::kFinished), lane);
+    }
+  }
 }
 
 }  // namespace flashgrad::sm90

@@ -72,7 +72,8 @@ struct Scales {
 struct KeyTile;
 
 struct BwdParams {
-  KeyTile* tiles;  // one for each CTA, in launch order
+  std::int64_t num_ctas;
+  KeyTile* tiles;  // (num_ctas)
   Sequences sequences;
   std::int64_t heads_kv;
   std::int64_t group;     // query heads per key head

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the units of a backward call (key heads of a batch entry) pass through its main kernel, up to
 // head dim 128. Tiles start in the order of their numbers, unit after unit or section after section
-// of units, so few units are under way at a time. A tile of unit u, while its own keys are being
-// loaded,
-//   - prepares a share of the rows of unit u + lead: the first `lead` units are left to prepare;
-//   - finishes a share of unit u - lag, to which all have added by then: it writes dq, and zeros
-//     over the sums. The last `lag` units are left to finish.
+// of units, so few units are under way at a time. Before the tiles of a section start, for each of
+// its units u, a cluster that
+//   - prepares the rows of unit u + lead: the first `lead` units are left to the prepare kernel;
+//   - finishes unit u - lag, to which all have added by then: it writes dq, and zeros over the sums.
+//     The last `lag` units are left to the finish kernel.
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
-// Nobody waits for ever: a tile waits for all of unit u - lag and, of the units u - lead and
-// u - slots + lag, for the shares that they have in u and in u - slots. Those are units of earlier
-// sections, whose tiles have smaller numbers, and CTAs start in the order of their numbers. Mostly
-// nobody waits at all, since that many other tiles have started since.
+// Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag, and a tile of unit u
+// for those who serve units u - lead and u - slots + lag. All of these have smaller numbers, and CTAs
+// start in the order of their numbers. Mostly nobody waits at all, since that many other tiles have
+// started since.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +21,9 @@
 #include "core/mask.hpp"
 
 namespace flashgrad::sm90 {
+
+// KeyTile::num_steps of a CTA that serves a unit.
+inline constexpr int kServesUnit = -1;
 
 // 32 bits suffice: there are fewer than 2^31 CTAs.
 struct UnitPipeline {
@@ -34,28 +37,33 @@ struct UnitPipeline {
   // nobody counts.
   std::uint32_t* counters = nullptr;
 
+  // Whether some clusters serve units.
+  FG_HOST_DEVICE constexpr bool serves() const { return lead > 0 || lag > 0; }
   // Whether unit `unit`, once finished, leaves its slot to another one.
   FG_HOST_DEVICE constexpr bool reused(std::int64_t unit, std::int64_t num_units) const {
     return unit + slots < num_units;
   }
 };
 
-// Query blocks [begin, end) of a unit, counted through its query heads.
-struct UnitShare {
-  std::int32_t begin;
-  std::int32_t end;
-};
+// What cluster number `index` of the main kernel does where units are served: each section begins with
+// one cluster for each of its units.
+struct ServedOrder {
+  std::int64_t unit = -1;  // that it serves, or -1:
+  std::int64_t tile = 0;   // it computes this tile, counted without those that serve
 
-// What tile `tile` of the `tiles` of a unit does of another one with `blocks` query blocks. In 32
-// bits, since each tile waits for it: the first `blocks % tiles` tiles do one more.
-FG_HOST_DEVICE constexpr UnitShare unit_share(std::int32_t tile, std::int32_t tiles,
-                                              std::int32_t blocks) {
-  const auto each = static_cast<std::int32_t>(static_cast<std::uint32_t>(blocks) /
-                                              static_cast<std::uint32_t>(tiles));
-  const std::int32_t more = blocks - each * tiles;
-  const std::int32_t begin = tile * each + (tile < more ? tile : more);
-  return {begin, begin + each + (tile < more ? 1 : 0)};
-}
+  FG_HOST_DEVICE constexpr ServedOrder(std::int64_t index, std::int64_t section,
+                                       std::int64_t tiles, std::int64_t num_units) {
+    const std::int64_t section_begin = index / (section * (tiles + 1)) * section;
+    const std::int64_t in_section = index - section_begin * (tiles + 1);
+    const std::int64_t left = num_units - section_begin;
+    const std::int64_t units = left < section ? left : section;
+    if (in_section < units) {
+      unit = section_begin + in_section;
+    } else {
+      tile = section_begin * tiles + in_section - units;
+    }
+  }
+};
 
 // Units whose tiles are launched together, longest first, on `num_multiprocessors` that run one tile
 // each: about as many as fill them, so that a section ends and the next begins without a gap
@@ -83,8 +91,8 @@ inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::
   const std::int64_t later = num_multiprocessors * (equal_tiles ? 10 : 7) / 8;
   const std::int64_t in_section = tiles * section;
   const std::int64_t distance = section * (1 + (later + in_section - 1) / in_section);
-  // What tiles do for other units they have done soon after they start.
-  const std::int64_t slots = distance + section + (num_multiprocessors / 8 + tiles - 1) / tiles;
+  // Who serves a unit takes a quarter of a tile's time.
+  const std::int64_t slots = distance + section + (num_multiprocessors / 3 + tiles - 1) / tiles;
   if (distance < num_units) {
     pipeline.lead = pipeline.lag = static_cast<std::int32_t>(distance);
     pipeline.slots = static_cast<std::int32_t>(std::min(num_units, slots));
