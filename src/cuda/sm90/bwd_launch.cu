@@ -153,7 +153,8 @@ constexpr std::size_t kAlignment = 256;
 // CTAs of the main kernel.
 std::int64_t num_main_ctas(const Problem& p, const Plan& plan, const UnitPipeline& pipeline) {
   const BwdConfig& config = kBwdConfigs[plan.variant];
-  return num_units(p) * (tiles_per_unit(p, config) + (pipeline.serves() ? config.cluster : 0));
+  const std::int64_t served = pipeline.serves() ? num_units(p) + pipeline.lag : 0;
+  return num_units(p) * tiles_per_unit(p, config) + served * config.cluster;
 }
 
 Layout make_layout(const Problem& p, const Plan& plan) {
@@ -438,21 +439,17 @@ Status run(const Problem& p, const Args& args) {
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
   }
-  if (plan.accumulates_dq(p) && !plan.ordered()) {
-    const std::int64_t first_unit = pipeline.lag > 0 ? num_units(p) - pipeline.lag : 0;
+  if (plan.accumulates_dq(p) && !plan.ordered() && pipeline.lag == 0) {
     const BwdFinishParams finish{.sequences = make_sequences(p, args),
                                  .heads_kv = p.heads_kv,
                                  .group = p.group(),
                                  .head_dim = p.head_dim,
-                                 .first_unit = first_unit,
+                                 .head_blocks = head_blocks(p),
                                  .dq_accumulator = dq_accumulator,
-                                 .pipeline = pipeline,
                                  .dq = args.dq,
                                  .scale = static_cast<float>(p.scale)};
     const cuda::LaunchShape shape{
-        .num_ctas = (num_units(p) - first_unit) * p.group() * pipeline.head_blocks,
-        .num_threads = kFinishThreads,
-        .overlaps_predecessor = true};
+        .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
     FG_RETURN_IF_ERROR(p.dq_dtype == DType::kF32
                            ? launch_finish<float>(plan.padded_head_dim, shape, args.stream, finish)
                            : launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));

@@ -39,6 +39,7 @@ __device__ __forceinline__ int quotient(int a, int b) {
 // Waits until a counter shows that all have done what it counts. One warp.
 __device__ __forceinline__ void wait_for_all(const std::uint32_t* counter, std::uint32_t all) {
   while (ptx::load_acquire(counter) != all) {
+    __nanosleep(100);
   }
   __syncwarp();
 }

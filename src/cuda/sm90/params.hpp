@@ -133,9 +133,8 @@ struct BwdFinishParams {
   std::int64_t heads_kv;
   std::int64_t group;
   std::int64_t head_dim;
-  std::int64_t first_unit;      // those before it are finished
+  std::int64_t head_blocks;     // query blocks per query head of a unit
   const float* dq_accumulator;  // of BwdParams
-  UnitPipeline pipeline;
   Tensor dq;
   float scale;
 };

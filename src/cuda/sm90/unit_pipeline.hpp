@@ -5,7 +5,7 @@
 // its units u, a cluster that
 //   - prepares the rows of unit u + lead: the first `lead` units are left to the prepare kernel;
 //   - finishes unit u - lag, to which all have added by then: it writes dq, and zeros over the sums.
-//     The last `lag` units are left to the finish kernel.
+//     After the last tile `lag` more clusters finish the last units.
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
@@ -46,13 +46,18 @@ struct UnitPipeline {
 };
 
 // What cluster number `index` of the main kernel does where units are served: each section begins with
-// one cluster for each of its units.
+// one cluster for each of its units, and after the last section come those that serve units beyond
+// the last.
 struct ServedOrder {
   std::int64_t unit = -1;  // that it serves, or -1:
   std::int64_t tile = 0;   // it computes this tile, counted without those that serve
 
   FG_HOST_DEVICE constexpr ServedOrder(std::int64_t index, std::int64_t section,
                                        std::int64_t tiles, std::int64_t num_units) {
+    if (index >= num_units * (tiles + 1)) {
+      unit = index - num_units * tiles;
+      return;
+    }
     const std::int64_t section_begin = index / (section * (tiles + 1)) * section;
     const std::int64_t in_section = index - section_begin * (tiles + 1);
     const std::int64_t left = num_units - section_begin;
