@@ -97,8 +97,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if constexpr (C.ordered) {
       ptx::cluster_sync();  // the ticket
     } else {
-      ptx::cluster_arrive_relaxed();
-      ptx::cluster_wait();
+      ptx::cluster_sync_relaxed();  // the barriers, which init_barriers has fenced
     }
   }
   if constexpr (C.ordered) {
@@ -141,9 +140,6 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     ptx::registers_increase<C.consumer_registers>();
     const int consumer = __shfl_sync(0xffffffffU, warpgroup - 1, 0);
     bwd_consumer_role<C, T>(p, tile, shared, consumer);
-  }
-  if constexpr (C.cluster == 2) {
-    ptx::cluster_wait();  // neither CTA's memory goes while the other may still signal or copy
   }
 }
 

@@ -314,11 +314,6 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   if (consumer == 0) {
     token_wait();  // consumer 1 passed once more than it waited
   }
-  if constexpr (C.cluster == 2) {
-    // No more signals to the peer (bwd.cuh). Here, since the stores below would be waited for.
-    __syncwarp();
-    ptx::cluster_arrive();
-  }
 
   // dv goes through this consumer's own rows of V; K is still read by the dq warpgroup.
 #pragma unroll

@@ -52,7 +52,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   if (loads) {
     loader.load_k();
     if constexpr (C.serves_units()) {
-      wait_for_rows<C>(p, unit_of(p, tile));
+      loader.all_readable = wait_for_rows<C>(p, unit_of(p, tile));
     }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
@@ -240,8 +240,20 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   if constexpr (C.cluster == 2) {
-    __syncwarp();
-    ptx::cluster_arrive();  // no more signals to the peer (bwd.cuh)
+    // This CTA's memory must not go while the peer may still signal to its barriers or copy from it.
+    // A barrier of the cluster would also wait for all stores to global memory.
+    if (loads) {
+      const auto wait_for_last = [&](std::uint32_t first_barrier, int stages) {
+        for (int stage = 0; stage < stages && stage < tile.num_steps; ++stage) {
+          ptx::mbarrier_wait(first_barrier + 8 * stage,
+                             static_cast<std::uint32_t>((tile.num_steps - 1 - stage) / stages) & 1U);
+        }
+      };
+      wait_for_last(shared.q_empty(0), C.q_stages);
+      wait_for_last(shared.do_empty(0), C.do_stages);
+      wait_for_last(shared.ds_empty(0), C.ds_stages);
+      wait_for_last(shared.peer_ds_empty(0), C.ds_stages);
+    }
   }
 }
 

@@ -166,7 +166,7 @@ __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const Ro
     for (int i = 0; i < kRows; ++i) {
       x[i] = y[i] = make_uint4(0, 0, 0, 0);
       if (i < columns_left) {
-        x[i] = *reinterpret_cast<const uint4*>(out + i * p.out.row_stride);
+        x[i] = __ldcs(reinterpret_cast<const uint4*>(out + i * p.out.row_stride));
         y[i] = *reinterpret_cast<const uint4*>(dout + i * p.dout.row_stride);
       }
     }

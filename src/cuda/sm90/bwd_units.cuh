@@ -36,12 +36,15 @@ __device__ __forceinline__ int quotient(int a, int b) {
   return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
 }
 
-// Waits until a counter shows that all have done what it counts. One warp.
-__device__ __forceinline__ void wait_for_all(const std::uint32_t* counter, std::uint32_t all) {
-  while (ptx::load_acquire(counter) != all) {
+// Waits until a counter shows that all have done what it counts, and returns it. One warp.
+__device__ __forceinline__ std::uint32_t wait_for_all(const std::uint32_t* counter,
+                                                      std::uint32_t all) {
+  std::uint32_t seen;
+  while (((seen = ptx::load_acquire(counter)) & ~kSomeMarked) != all) {
     __nanosleep(100);
   }
   __syncwarp();
+  return seen;
 }
 
 // Counts this warp, after all that its lanes have done to memory.
@@ -70,13 +73,16 @@ __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
 }
 
 // Waits until the rows of the tile's own unit have been prepared; the copy engine may load them
-// then.
+// then. Returns whether all are known to be readable.
 template <BwdConfig C>
-__device__ __forceinline__ void wait_for_rows(const BwdParams& p, int unit) {
-  if (p.pipeline.lead > 0 && unit >= p.pipeline.lead) {
-    wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), kServingWarps<C>);
-    ptx::fence_proxy_async_global();
+__device__ __forceinline__ bool wait_for_rows(const BwdParams& p, int unit) {
+  if (p.pipeline.lead == 0 || unit < p.pipeline.lead) {
+    return false;
   }
+  const std::uint32_t seen =
+      wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), kServingWarps<C>);
+  ptx::fence_proxy_async_global();
+  return (seen & kSomeMarked) == 0;
 }
 
 // Prepares the rows of a unit, by `warps` warps, 16 rows each at a time.
@@ -101,6 +107,7 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(row.marks));
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
+      atomicOr(unit_counter(p, unit, UnitPipeline::kPrepared), kSomeMarked);
     }
   }
 }
@@ -124,29 +131,59 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
                     p.dq.batch_stride % 8 == 0 && C.head_dim == p.head_dim;
   float* const unit_sums = p.dq_accumulator + std::int64_t{unit % p.pipeline.slots} *
                                                   (group * head_blocks) * (kBlockM * C.head_dim);
-#pragma unroll 1
-  for (int i = warp; i < 4 * kBoxes * group * head_blocks; i += warps) {
+  const int items = 4 * kBoxes * group * head_blocks;
+  const auto sums_of = [&](int i) {
+    return unit_sums + std::int64_t{i / (4 * kBoxes)} * (kBlockM * C.head_dim) +
+           tile::fragment_order<C.head_dim>(i / kBoxes % 4 * 32 + lane, 0) + i % kBoxes * 1024;
+  };
+  const auto place = [&](int i, auto&& store) {
     const int block = i / (4 * kBoxes);
-    const int quarter = i / kBoxes % 4;
-    const int box = i % kBoxes;
     const int in_group = quotient(block, head_blocks);
-    const int head = first_head + in_group;
-    const int row = (block - in_group * head_blocks) * kBlockM + quarter * 16;
-    float* const sums = unit_sums + std::int64_t{block} * (kBlockM * C.head_dim) +
-                        tile::fragment_order<C.head_dim>(quarter * 32 + lane, 0) + box * 1024;
-    PackedRows x;
-    if (wide) {
-      load_rows<T>(x, sums, p.scale);
-      store_packed(x, p.dq, batch, row, q_rows - row, head, 64 * box, lane);
-    } else {
-      finish_elements<T>(p, sums, batch, row, q_rows - row, head, 64 * box, lane);
-    }
+    const int row = (block - in_group * head_blocks) * kBlockM + i / kBoxes % 4 * 16;
+    store(row, first_head + in_group, i % kBoxes * 64);
+  };
+  const auto clear_sums = [&](float* sums) {
     if (clear) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         ptx::store_sum(sums + j * 128, 0, 0, 0, 0);
       }
     }
+  };
+  if (!wide) {
+#pragma unroll 1
+    for (int i = warp; i < items; i += warps) {
+      place(i, [&](int row, int head, int column) {
+        finish_elements<T>(p, sums_of(i), batch, row, q_rows - row, head, column, lane);
+      });
+      clear_sums(sums_of(i));
+    }
+    return;
+  }
+  // The loads of an item are under way while the one before is stored.
+  float4 next[8];
+  const auto load = [&](int i) {
+    if (i < items) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        next[j] = ptx::load_sum(sums_of(i) + j * 128);
+      }
+    }
+  };
+  load(warp);
+#pragma unroll 1
+  for (int i = warp; i < items; i += warps) {
+    PackedRows x;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      x[0][j / 4][j % 4] = ptx::pack<T>(next[j].x * p.scale, next[j].y * p.scale);
+      x[1][j / 4][j % 4] = ptx::pack<T>(next[j].z * p.scale, next[j].w * p.scale);
+    }
+    load(i + warps);
+    clear_sums(sums_of(i));
+    place(i, [&](int row, int head, int column) {
+      store_packed(x, p.dq, batch, row, q_rows - row, head, column, lane);
+    });
   }
 }
 

@@ -25,6 +25,9 @@ namespace flashgrad::sm90 {
 // KeyTile::num_steps of a CTA that serves a unit.
 inline constexpr int kServesUnit = -1;
 
+// In a unit's kPrepared: some of its blocks are marked in RowStatistics::unreadable.
+inline constexpr std::uint32_t kSomeMarked = 0x80000000U;
+
 // 32 bits suffice: there are fewer than 2^31 CTAs.
 struct UnitPipeline {
   enum Count : std::int32_t { kPrepared, kAdded, kFinished, kNumCounts };
