@@ -40,15 +40,16 @@ BwdParams params(const Setting& s) {
 struct Work {
   bool serves;
   int unit;
+  int part = 0;
 };
 
-std::vector<Work> works_in_order(const Setting& s, int lag) {
+std::vector<Work> works_in_order(const Setting& s, int lag, int last_parts) {
   const BwdParams p = params(s);
   std::vector<Work> works;
-  for (int i = 0; i < s.units * (s.tiles + 1) + lag; ++i) {
-    const ServedOrder order(i, s.section, s.tiles, s.units);
+  for (int i = 0; i < s.units * (s.tiles + 1) + lag * last_parts; ++i) {
+    const ServedOrder order(i, s.section, s.tiles, s.units, last_parts);
     works.push_back(order.unit >= 0
-                        ? Work{true, static_cast<int>(order.unit)}
+                        ? Work{true, static_cast<int>(order.unit), static_cast<int>(order.part)}
                         : Work{false, key_tile<kBlockN, 1>(p, order.tile).batch_index});
   }
   return works;
@@ -65,9 +66,9 @@ void simulate(const Setting& s, int resident) {
                                   << s.section << ", " << s.multiprocessors << " SMs, "
                                   << resident << " resident");
   const UnitPipeline pipeline =
-      plan_units(s.units, s.tiles, s.section, s.section == 1, s.multiprocessors);
+      plan_units(s.units, s.tiles, s.section, s.section == 1, s.multiprocessors, 1);
   ASSERT_GT(pipeline.lag, 0);
-  const std::vector<Work> works = works_in_order(s, pipeline.lag);
+  const std::vector<Work> works = works_in_order(s, pipeline.lag, pipeline.last_parts);
 
   std::vector<Unit> units(static_cast<std::size_t>(s.units));
   const auto unit = [&](int u) -> Unit& { return units.at(static_cast<std::size_t>(u)); };
@@ -102,7 +103,9 @@ void simulate(const Setting& s, int resident) {
         if (unit(u - pipeline.lag).added < s.tiles) {
           return false;
         }
-        finish(u - pipeline.lag);
+        if (r.work.part == 0) {  // the others finish other blocks
+          finish(u - pipeline.lag);
+        }
       }
     } else if (r.phase == 0) {
       const int before = u - pipeline.slots;
@@ -153,11 +156,13 @@ TEST(Sm90Units, EveryTileAndUnitHasOneCta) {
   const Setting s{41, 5, 4, 13};
   std::vector<int> tiles(41, 0);
   std::vector<int> served(41 + 7, 0);
-  for (const Work& work : works_in_order(s, 7)) {
+  for (const Work& work : works_in_order(s, 7, 3)) {
     ++(work.serves ? served : tiles)[static_cast<std::size_t>(work.unit)];
   }
   EXPECT_EQ(tiles, std::vector<int>(41, 5));
-  EXPECT_EQ(served, std::vector<int>(41 + 7, 1));
+  std::vector<int> expected(41 + 7, 1);
+  std::fill(expected.begin() + 41, expected.end(), 3);
+  EXPECT_EQ(served, expected);
 }
 
 // Nearly as many CTAs as run at a time start between the last tile of a unit and who waits for it, so
@@ -168,8 +173,8 @@ TEST(Sm90Units, FarEnoughApart) {
       SCOPED_TRACE(tiles);
       Setting s{1000, tiles, 0, 132};
       s.section = static_cast<int>(unit_section(tiles, equal_tiles, s.multiprocessors));
-      const UnitPipeline pipeline = plan_units(s.units, tiles, s.section, equal_tiles, 132);
-      const std::vector<Work> works = works_in_order(s, 0);
+      const UnitPipeline pipeline = plan_units(s.units, tiles, s.section, equal_tiles, 132, 1);
+      const std::vector<Work> works = works_in_order(s, 0, 1);
       std::vector<int> first(1000, 1 << 30);
       std::vector<int> last(1000, 0);
       std::vector<int> served(1000, 0);
@@ -195,7 +200,7 @@ TEST(Sm90Units, FarEnoughApart) {
 }
 
 TEST(Sm90Units, FewUnitsHaveASlotEach) {
-  const UnitPipeline pipeline = plan_units(16, 8, 1, true, 132);
+  const UnitPipeline pipeline = plan_units(16, 8, 1, true, 132, 1);
   EXPECT_EQ(pipeline.slots, 16);
   EXPECT_EQ(pipeline.lag, 0);
   EXPECT_EQ(pipeline.lead, 0);

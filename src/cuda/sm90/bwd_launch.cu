@@ -30,7 +30,7 @@ constexpr int kNumVariants = static_cast<int>(std::size(kBwdConfigs));
 bool wants_cluster(const Problem& p) {
   const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
   const bool half = p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom;
-  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= 4096));
+  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= (std::getenv("FG_X_CL") ? std::atol(std::getenv("FG_X_CL")) : 4096)));
 }
 
 // Head dims of bwd_wide.cuh and bwd_query.cuh.
@@ -119,7 +119,8 @@ Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
       plan.section = env("FG_X_G", unit_section(tiles, equal_tiles, device.num_multiprocessors));
       if (config.serves_units() && !env("FG_X_OFF", 0)) {
         plan.units =
-            plan_units(units, tiles, plan.section, equal_tiles, device.num_multiprocessors);
+            plan_units(units, tiles, plan.section, equal_tiles, device.num_multiprocessors,
+                       config.cluster);
         if (p.wants_dsinks || env("FG_X_NOAHEAD", 0)) {
           plan.units.lead = 0;
         }
@@ -153,7 +154,8 @@ constexpr std::size_t kAlignment = 256;
 // CTAs of the main kernel.
 std::int64_t num_main_ctas(const Problem& p, const Plan& plan, const UnitPipeline& pipeline) {
   const BwdConfig& config = kBwdConfigs[plan.variant];
-  const std::int64_t served = pipeline.serves() ? num_units(p) + pipeline.lag : 0;
+  const std::int64_t served =
+      pipeline.serves() ? num_units(p) + pipeline.lag * pipeline.last_parts : 0;
   return num_units(p) * tiles_per_unit(p, config) + served * config.cluster;
 }
 

@@ -92,7 +92,8 @@ __device__ __forceinline__ KeyTile listed_tile(const BwdParams& p, std::int64_t 
   if (!p.pipeline.serves()) {
     return key_tile<kBlockN, kCluster, kOrdered>(p, i);
   }
-  const ServedOrder order(i / kCluster, p.section, p.num_kv_blocks, p.num_units);
+  const ServedOrder order(i / kCluster, p.section, p.num_kv_blocks, p.num_units,
+                          p.pipeline.last_parts);
   if (order.unit < 0) {
     return key_tile<kBlockN, kCluster, kOrdered>(p, order.tile * kCluster + i % kCluster);
   }
@@ -100,6 +101,7 @@ __device__ __forceinline__ KeyTile listed_tile(const BwdParams& p, std::int64_t 
   tile.num_steps = kServesUnit;
   tile.batch_index = static_cast<int>(order.unit / p.heads_kv);
   tile.head_kv = static_cast<int>(order.unit % p.heads_kv);
+  tile.turn = static_cast<int>(order.part);
   return tile;
 }
 

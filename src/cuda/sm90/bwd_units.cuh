@@ -94,8 +94,23 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
   const int batch = quotient(unit, heads_kv);
   const int first_head = (unit - batch * heads_kv) * static_cast<int>(p.group);
   const SequenceSpan sequence = sequence_span(p.sequences, batch);
+  const int items = 4 * static_cast<int>(p.group) * head_blocks;
+  // All rows at once from memory into the L2, since a warp's loads wait for each other.
 #pragma unroll 1
-  for (int i = warp; i < 4 * static_cast<int>(p.group) * head_blocks; i += warps) {
+  for (int i = warp; i < items; i += warps) {
+    const int in_group = quotient(i / 4, head_blocks);
+    const int row = (i / 4 - in_group * head_blocks) * kBlockM + i % 4 * 16 + lane / 2;
+    const int column = lane % 2 * 64;  // two lines of 128 bytes a row
+    if (row < sequence.band.seqlen_q && column < p.head_dim_v) {
+      const auto line = [&](const Tensor& t) {
+        return static_cast<const T*>(t.data) + t.offset(batch, row, first_head + in_group) + column;
+      };
+      ptx::prefetch_l2(line(p.inputs.out));
+      ptx::prefetch_l2(line(p.inputs.dout));
+    }
+  }
+#pragma unroll 1
+  for (int i = warp; i < items; i += warps) {
     const int in_group = quotient(i / 4, head_blocks);
     const int block = i / 4 - in_group * head_blocks;
     const int head = first_head + in_group;
@@ -187,12 +202,15 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   }
 }
 
-// What a cluster does that serves units instead of computing a tile. One half of its warps begins
+// What a CTA does that serves units instead of computing a tile: part `part` of what is to be done, in
+// its cluster CTA `rank`. One half of its warps begins
 // with reading rows from memory, the other with sums, which are in the L2.
 template <BwdConfig C, class T>
-__device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int rank) {
+__device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int part, int rank) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = rank * (BwdConfig::kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+  const int warp = part * kServingWarps<C> + rank * (BwdConfig::kThreads / 32) +
+                   static_cast<int>(threadIdx.x) / 32;
+  const int parts = unit < p.num_units ? 1 : p.pipeline.last_parts;
   const int later = unit + p.pipeline.lead;
   const int earlier = unit - p.pipeline.lag;
 #pragma unroll 1
@@ -204,7 +222,7 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int ra
       }
     } else if (p.pipeline.lag > 0 && earlier >= 0) {
       wait_for_all(unit_counter(p, earlier, UnitPipeline::kAdded), adding_warps<C>(p));
-      finish_unit<C, T>(p, earlier, warp, kServingWarps<C>, lane);
+      finish_unit<C, T>(p, earlier, warp, parts * kServingWarps<C>, lane);
       count_warp(unit_counter(p, earlier, UnitPipeline::kFinished), lane);
     }
   }

@@ -5,7 +5,8 @@
 // its units u, a cluster that
 //   - prepares the rows of unit u + lead: the first `lead` units are left to the prepare kernel;
 //   - finishes unit u - lag, to which all have added by then: it writes dq, and zeros over the sums.
-//     After the last tile `lag` more clusters finish the last units.
+//     After the last tile the last units are finished by `last_parts` clusters each, since by then
+//     the device has nothing else to do.
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
@@ -35,6 +36,7 @@ struct UnitPipeline {
   std::int32_t slots = 0;  // of units whose sums of dq are kept
   std::int32_t lead = 0;   // 0: the prepare kernel prepares all
   std::int32_t lag = 0;    // 0: the finish kernel finishes all, and there is a slot for each unit
+  std::int32_t last_parts = 0;
   std::int32_t head_blocks = 0;  // query blocks per query head of a unit
   // (num_units, kNumCounts), zeroed: warps that have done with the unit what Count says. Null if
   // nobody counts.
@@ -50,15 +52,19 @@ struct UnitPipeline {
 
 // What cluster number `index` of the main kernel does where units are served: each section begins with
 // one cluster for each of its units, and after the last section come those that serve units beyond
-// the last.
+// the last, `last_parts` for each.
 struct ServedOrder {
   std::int64_t unit = -1;  // that it serves, or -1:
+  std::int64_t part = 0;   // which of the clusters that serve it
   std::int64_t tile = 0;   // it computes this tile, counted without those that serve
 
   FG_HOST_DEVICE constexpr ServedOrder(std::int64_t index, std::int64_t section,
-                                       std::int64_t tiles, std::int64_t num_units) {
-    if (index >= num_units * (tiles + 1)) {
-      unit = index - num_units * tiles;
+                                       std::int64_t tiles, std::int64_t num_units,
+                                       std::int64_t last_parts) {
+    const std::int64_t beyond = index - num_units * (tiles + 1);
+    if (beyond >= 0) {
+      unit = num_units + beyond / last_parts;
+      part = beyond % last_parts;
       return;
     }
     const std::int64_t section_begin = index / (section * (tiles + 1)) * section;
@@ -88,7 +94,7 @@ inline std::int64_t unit_section(std::int64_t tiles, bool equal_tiles,
 // Slots, lead and lag for `num_units` units of `tiles` tiles each, launched in sections of `section`
 // units. Without lead and lag if there are too few units.
 inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::int64_t section,
-                               bool equal_tiles, std::int64_t num_multiprocessors) {
+                               bool equal_tiles, std::int64_t num_multiprocessors, int cluster) {
   UnitPipeline pipeline;
   pipeline.slots = static_cast<std::int32_t>(num_units);
   if (tiles == 0) {
@@ -104,6 +110,8 @@ inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::
   if (distance < num_units) {
     pipeline.lead = pipeline.lag = static_cast<std::int32_t>(distance);
     pipeline.slots = static_cast<std::int32_t>(std::min(num_units, slots));
+    pipeline.last_parts = static_cast<std::int32_t>(
+        std::max<std::int64_t>(1, num_multiprocessors / (distance * cluster)));
   }
   return pipeline;
 }
