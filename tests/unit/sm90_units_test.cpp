@@ -62,9 +62,9 @@ struct Unit {
 };
 
 void simulate(const Setting& s, int resident) {
-  SCOPED_TRACE(testing::Message() << s.units << " units of " << s.tiles << ", section "
-                                  << s.section << ", " << s.multiprocessors << " SMs, "
-                                  << resident << " resident");
+  SCOPED_TRACE(testing::Message() << s.units << " units of " << s.tiles << ", section " << s.section
+                                  << ", " << s.multiprocessors << " SMs, " << resident
+                                  << " resident");
   const UnitPipeline pipeline =
       plan_units(s.units, s.tiles, s.section, s.section == 1, s.multiprocessors, 1);
   ASSERT_GT(pipeline.lag, 0);
@@ -165,8 +165,8 @@ TEST(Sm90Units, EveryTileAndUnitHasOneCta) {
   EXPECT_EQ(served, expected);
 }
 
-// Nearly as many CTAs as run at a time start between the last tile of a unit and who waits for it, so
-// that they seldom do.
+// Nearly as many CTAs as run at a time start between the last tile of a unit and who waits for it,
+// so that they seldom do.
 TEST(Sm90Units, FarEnoughApart) {
   for (const bool equal_tiles : {true, false}) {
     for (const int tiles : {1, 2, 8, 32, 128}) {

@@ -27,7 +27,8 @@ __device__ __forceinline__ void cluster_sync() {
 
 // The same, but orders no memory before it, so that nobody waits for stores under way.
 __device__ __forceinline__ void cluster_sync_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                   : "memory");
 }
 
 // PTX ISA, "%cluster_ctarank".

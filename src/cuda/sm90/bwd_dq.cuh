@@ -226,9 +226,6 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   pass_turn();
-  if (lane == 0) {
-    ptx::mbarrier_arrive(shared.done());
-  }
   if constexpr (C.ordered) {
     if (adds) {
       finish_dq<C, T>(p, shared_tile, rank, warp, lane);
@@ -240,13 +237,14 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   if constexpr (C.cluster == 2) {
-    // This CTA's memory must not go while the peer may still signal to its barriers or copy from it.
-    // A barrier of the cluster would also wait for all stores to global memory.
+    // This CTA's memory must not go while the peer may still signal to its barriers or copy from
+    // it. A barrier of the cluster would also wait for all stores to global memory.
     if (loads) {
       const auto wait_for_last = [&](std::uint32_t first_barrier, int stages) {
         for (int stage = 0; stage < stages && stage < tile.num_steps; ++stage) {
-          ptx::mbarrier_wait(first_barrier + 8 * stage,
-                             static_cast<std::uint32_t>((tile.num_steps - 1 - stage) / stages) & 1U);
+          ptx::mbarrier_wait(
+              first_barrier + 8 * stage,
+              static_cast<std::uint32_t>((tile.num_steps - 1 - stage) / stages) & 1U);
         }
       };
       wait_for_last(shared.q_empty(0), C.q_stages);

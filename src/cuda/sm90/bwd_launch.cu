@@ -3,7 +3,6 @@
 // launches prepare, main and finish, chained by programmatic dependent launch.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 
 #include "cuda/common/launch.hpp"
@@ -15,8 +14,8 @@
 #include "cuda/sm90/bwd_repair.hpp"
 #include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
-#include "cuda/sm90/unit_pipeline.hpp"
 #include "cuda/sm90/key_tile.cuh"
+#include "cuda/sm90/unit_pipeline.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -30,7 +29,7 @@ constexpr int kNumVariants = static_cast<int>(std::size(kBwdConfigs));
 bool wants_cluster(const Problem& p) {
   const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
   const bool half = p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom;
-  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= (std::getenv("FG_X_CL") ? std::atol(std::getenv("FG_X_CL")) : 4096)));
+  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= 4096));
 }
 
 // Head dims of bwd_wide.cuh and bwd_query.cuh.
@@ -73,11 +72,6 @@ std::int64_t head_blocks(const Problem& p) {
   return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, kBlockM);
 }
 
-long env(const char* name, long otherwise) {
-  const char* x = std::getenv(name);
-  return x != nullptr ? std::atol(x) : otherwise;
-}
-
 // Key tiles of a unit.
 std::int64_t tiles_per_unit(const Problem& p, const BwdConfig& config) {
   return config.cluster * num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv,
@@ -107,28 +101,24 @@ Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
                          : width <= 64                          ? 64
                          : width <= 128                         ? 128
                                                                 : kMaxHeadDim;
-  if (plan.variant >= 0 && !plan.ordered() && !plan.separate_dq) {
-    const BwdConfig& config = kBwdConfigs[plan.variant];
-    const std::int64_t units = num_units(p);
-    plan.units.slots = static_cast<std::int32_t>(units);
-    if (p.packed) {
-      plan.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes);
-    } else {
-      const std::int64_t tiles = tiles_per_unit(p, config);
-      const bool equal_tiles = hides_nothing(p.mask);
-      plan.section = env("FG_X_G", unit_section(tiles, equal_tiles, device.num_multiprocessors));
-      if (config.serves_units() && !env("FG_X_OFF", 0)) {
-        plan.units =
-            plan_units(units, tiles, plan.section, equal_tiles, device.num_multiprocessors,
-                       config.cluster);
-        if (p.wants_dsinks || env("FG_X_NOAHEAD", 0)) {
-          plan.units.lead = 0;
-        }
-        if (env("FG_X_NOLAG", 0)) {
-          plan.units.lag = 0;
-          plan.units.slots = static_cast<std::int32_t>(units);
-        }
-      }
+  if (plan.variant < 0 || plan.ordered() || plan.separate_dq) {
+    return plan;
+  }
+  const BwdConfig& config = kBwdConfigs[plan.variant];
+  const std::int64_t units = num_units(p);
+  plan.units.slots = static_cast<std::int32_t>(units);
+  if (p.packed) {
+    plan.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes);
+    return plan;
+  }
+  const std::int64_t tiles = tiles_per_unit(p, config);
+  const bool equal_tiles = hides_nothing(p.mask);
+  plan.section = unit_section(tiles, equal_tiles, device.num_multiprocessors);
+  if (config.serves_units() && p.seqlen_q > 0) {
+    plan.units = plan_units(units, tiles, plan.section, equal_tiles, device.num_multiprocessors,
+                            config.cluster);
+    if (p.wants_dsinks) {
+      plan.units.lead = 0;  // the prepare kernel sums them
     }
   }
   return plan;
@@ -251,8 +241,9 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
 }
 
 BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
-                      const RowStatistics& rows, float* dq_accumulator, const UnitPipeline& pipeline,
-                      const DqOrder& order, const cuda::DeviceProperties& device) {
+                      const RowStatistics& rows, float* dq_accumulator,
+                      const UnitPipeline& pipeline, const DqOrder& order,
+                      const cuda::DeviceProperties& device) {
   const int block_n = kBwdConfigs[plan.variant].block_n();
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
@@ -292,9 +283,9 @@ BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
       units_at_least = (device.num_multiprocessors / cluster + params.round - 1) / params.round;
     }
   }
-  params.section = plan.ordered() ? bwd_section(params.num_units, unit_bytes(p), units_at_least,
-                                                device.l2_bytes)
-                                  : plan.section;
+  params.section =
+      plan.ordered() ? bwd_section(params.num_units, unit_bytes(p), units_at_least, device.l2_bytes)
+                     : plan.section;
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
@@ -390,22 +381,20 @@ Status run(const Problem& p, const Args& args) {
 
   // Of whole batch entries, which hold the units that are not prepared later.
   const std::int64_t prepare_ctas =
-      pipeline.lead == 0 ? q_tiles
-                      : std::min(q_tiles, (std::max(pipeline.lead, pipeline.lag > 0 ? pipeline.slots : 0) +
-                                           p.heads_kv - 1) /
-                                              p.heads_kv * pipeline.head_blocks * p.heads_q);
+      pipeline.lead == 0
+          ? q_tiles
+          : std::min(q_tiles, (std::max(pipeline.lead, pipeline.lag > 0 ? pipeline.slots : 0) +
+                               p.heads_kv - 1) /
+                                  p.heads_kv * pipeline.head_blocks * p.heads_q);
   BwdParams main{};
-  const bool runs_main =
-      plan.variant >= 0 && (p.wants_dk || p.wants_dv || plan.accumulates_dq(p));
+  const bool runs_main = plan.variant >= 0 && (p.wants_dk || p.wants_dv || plan.accumulates_dq(p));
   if (runs_main) {
     main = main_params(p, args, plan, rows, dq_accumulator, pipeline, order, device);
     main.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
+    main.num_ctas = num_main_ctas(p, plan, pipeline);
   }
-  const std::int64_t num_tiles = runs_main ? num_main_ctas(p, plan, pipeline) : 0;
-  main.num_ctas = num_tiles;
-  const std::int64_t tile_ctas = (num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+  const std::int64_t tile_ctas = (main.num_ctas + kPrepareThreads - 1) / kPrepareThreads;
   const BwdPrepareParams prepare{.variant = plan.variant,
-                                 .num_tiles = num_tiles,
                                  .tile_ctas = tile_ctas,
                                  .sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
@@ -420,9 +409,10 @@ Status run(const Problem& p, const Args& args) {
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .head_dim = p.head_dim};
-  FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                                  {.num_ctas = tile_ctas + prepare_ctas, .num_threads = kPrepareThreads},
-                                  args.stream, prepare, main));
+  FG_RETURN_IF_ERROR(
+      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                   {.num_ctas = tile_ctas + prepare_ctas, .num_threads = kPrepareThreads},
+                   args.stream, prepare, main));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;

@@ -157,7 +157,8 @@ struct Loader {
       return;
     }
     ptx::mbarrier_wait(is_q ? shared.q_empty(stage) : shared.do_empty(stage), parity);
-    if (is_q && !all_readable && ((walk.m_last - walk.m) % 32 == 0 || (kRotates && walk.m == walk.m_start))) {
+    if (is_q && !all_readable &&
+        ((walk.m_last - walk.m) % 32 == 0 || (kRotates && walk.m == walk.m_start))) {
       const bool exists = walk.m - lane >= walk.m_begin;
       unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot() - lane] != 0);
     }

@@ -4,11 +4,13 @@
 //   (2) neg_lse_log2_i = -lse_i * log2(e), neg_delta_i = dlse_i - delta_i
 //   (3) dsink_h += exp(sink_h - lse_i) * (dlse_i - delta_i), here summed over a block of 64 rows
 // and the block's dq accumulators are zeroed, or the counters of an ordered main kernel are set.
-// Rows that see nothing, and rows with an infinite lse, get -inf and 0, whatever their out and
-// dout; a block with such a row is marked, so that the main kernel keeps its NaN away from the
-// others.
+// Where the main kernel serves units (unit_pipeline.hpp), only the first ones are prepared here.
+// Some CTAs list the main kernel's tiles. Rows that see nothing, and rows with an infinite lse, get
+// -inf and 0, whatever their out and dout; a block with such a row is marked, so that the main
+// kernel keeps its NaN away from the others.
 //
-// One CTA per (query block, head): 16 lanes read a row, 16 bytes each where strides allow it.
+// The others: one CTA per (query block, head); 16 lanes read a row, 16 bytes each where strides
+// allow it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -108,15 +110,15 @@ __device__ __forceinline__ KeyTile listed_tile(const BwdParams& p, std::int64_t 
 // The main kernel's tiles. Made here, since there each CTA would wait for a single thread.
 __device__ __forceinline__ void list_tiles(const BwdPrepareParams& p, const BwdParams& main) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kPrepareThreads + threadIdx.x;
-  if (i >= p.num_tiles) {
+  if (i >= main.num_ctas) {
     return;
   }
   switch (static_cast<BwdVariant>(p.variant)) {
-#define FG_BWD_VARIANT(name, ...)                                                        \
-  case BwdVariant::name: {                                                               \
-    constexpr BwdConfig kConfig = kBwdConfigs[static_cast<int>(BwdVariant::name)]; \
+#define FG_BWD_VARIANT(name, ...)                                                              \
+  case BwdVariant::name: {                                                                     \
+    constexpr BwdConfig kConfig = kBwdConfigs[static_cast<int>(BwdVariant::name)];             \
     main.tiles[i] = listed_tile<kConfig.block_n(), kConfig.cluster, kConfig.ordered>(main, i); \
-    break;                                                                               \
+    break;                                                                                     \
   }
 #include "cuda/sm90/variants.def"
 #undef FG_BWD_VARIANT
@@ -149,12 +151,13 @@ __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const Ro
   const int own = lane / kSharing;
   const std::int64_t row = row_begin + own;
   const bool exists = own < left;
-  const float lse = exists ? static_cast<const float*>(
-                                 p.lse.data)[p.lse.offset(b, first_row + own, head)]
-                           : INFINITY;
-  const float dlse = exists && p.dlse ? static_cast<const float*>(
-                                            p.dlse.data)[p.dlse.offset(b, first_row + own, head)]
-                                      : 0.0F;
+  const float lse =
+      exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, first_row + own, head)]
+             : INFINITY;
+  const float dlse =
+      exists && p.dlse
+          ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, first_row + own, head)]
+          : 0.0F;
   float delta[kRows];
   if (kWide || (all_wide(p) && p.head_dim_v <= 8 * 16)) {
     const int columns_left = 8 * lane < p.head_dim_v ? left : 0;
@@ -263,7 +266,8 @@ __global__ __launch_bounds__(kPrepareThreads,
       const std::int64_t in_head = s.packed() ? block : block - first;
       float4* accumulator = reinterpret_cast<float4*>(
           p.dq_accumulator +
-          ((unit * group + static_cast<unsigned>(head) % group) * p.pipeline.head_blocks + in_head) *
+          ((unit * group + static_cast<unsigned>(head) % group) * p.pipeline.head_blocks +
+           in_head) *
               p.block_floats);
       for (int i = static_cast<int>(threadIdx.x); i < p.block_floats / 4; i += kPrepareThreads) {
         accumulator[i] = make_float4(0, 0, 0, 0);

@@ -29,7 +29,7 @@ __device__ __forceinline__ std::uint32_t adding_warps(const BwdParams& p) {
   return 4U * C.cluster * static_cast<std::uint32_t>(p.num_kv_blocks);
 }
 template <BwdConfig C>
-inline constexpr int kServingWarps = C.cluster * BwdConfig::kThreads / 32;
+inline constexpr int kServingWarps = C.cluster* BwdConfig::kThreads / 32;
 
 // Of numbers that are not negative; takes half as long as the signed division.
 __device__ __forceinline__ int quotient(int a, int b) {
@@ -55,14 +55,6 @@ __device__ __forceinline__ void count_warp(std::uint32_t* counter, int lane) {
   }
 }
 
-__device__ __forceinline__ void clear_sums(float* sums) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    ptx::store_sum(sums + j * 128, 0, 0, 0, 0);
-  }
-}
-
-// Waits until the slot of the tile's own unit has been cleared.
 // Waits until the slot of the tile's own unit has been cleared.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
@@ -116,9 +108,9 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     const int head = first_head + in_group;
     const std::int64_t slot = head * p.rows.num_blocks + std::int64_t{batch} * head_blocks + block;
     const int in_block = i % 4 * 16 + lane / 16 * 8;
-    const PreparedRow row = prepare_rows<T, 8, true>(
-        p.inputs, p.rows, p.sequences.rows_q, sequence, std::int64_t{block} * kBlockM + in_block,
-        head, slot * kBlockM + in_block, lane % 16);
+    const PreparedRow row = prepare_rows<T, 8, true>(p.inputs, p.rows, p.sequences.rows_q, sequence,
+                                                     std::int64_t{block} * kBlockM + in_block, head,
+                                                     slot * kBlockM + in_block, lane % 16);
     const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(row.marks));
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
@@ -127,8 +119,8 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
   }
 }
 
-// Turns the sums of a unit into dq and leaves zeros for the next unit of the slot, by `warps` warps,
-// 16 rows and 64 columns each at a time.
+// Turns the sums of a unit into dq and leaves zeros for the next unit of the slot, by `warps`
+// warps, 16 rows and 64 columns each at a time.
 template <BwdConfig C, class T>
 __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int warp, int warps,
                                             int lane) {
@@ -202,9 +194,9 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   }
 }
 
-// What a CTA does that serves units instead of computing a tile: part `part` of what is to be done, in
-// its cluster CTA `rank`. One half of its warps begins
-// with reading rows from memory, the other with sums, which are in the L2.
+// What a CTA does that serves units instead of computing a tile: part `part` of what is to be done,
+// in its cluster CTA `rank`. One half of its warps begins with reading rows from memory, the other
+// with sums, which are in the L2.
 template <BwdConfig C, class T>
 __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int part, int rank) {
   const int lane = static_cast<int>(threadIdx.x) % 32;

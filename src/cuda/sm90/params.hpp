@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "core/problem.hpp"
-#include "cuda/sm90/unit_pipeline.hpp"
 #include "cuda/sm90/sequences.cuh"
+#include "cuda/sm90/unit_pipeline.hpp"
 
 namespace flashgrad::sm90 {
 
@@ -44,19 +44,18 @@ struct RowInputs {
 };
 
 struct BwdPrepareParams {
-  int variant;             // of the main kernel, whose tiles are listed; num_tiles is 0 if none
-  std::int64_t num_tiles;
-  std::int64_t tile_ctas;  // CTAs that write the list
+  int variant;             // of the main kernel
+  std::int64_t tile_ctas;  // CTAs that list its tiles, before those that prepare
   Sequences sequences;
   std::int64_t heads_q;
   RowInputs inputs;
   RowStatistics rows;
   float* dq_accumulator;      // of BwdParams, zeroed; null: not wanted
   std::int64_t block_floats;  // 64 * padded head_dim
-  UnitPipeline pipeline;             // its counters are zeroed
-  std::int64_t num_units;     // of the ring
+  UnitPipeline pipeline;      // its counters are zeroed
+  std::int64_t num_units;
   std::int64_t group;
-  DqOrder order;              // set where not null
+  DqOrder order;  // set where not null
   std::int64_t keys_per_turn;
   Tensor dq;  // with counters: rows of blocks that no key reaches become 0
   std::int64_t head_dim;
@@ -72,6 +71,8 @@ struct Scales {
 struct KeyTile;
 
 struct BwdParams {
+  // What each CTA does, in the order in which they start, listed by prepare; ordered kernels go by
+  // their tickets. bwd_wide.cuh does without.
   std::int64_t num_ctas;
   KeyTile* tiles;  // (num_ctas)
   Sequences sequences;
@@ -90,12 +91,12 @@ struct BwdParams {
   Tensor dk, dv;         // null: not wanted
   RowStatistics rows;
   RowInputs inputs;  // of units that tiles of others prepare
-  // f32 in fragment order, (pipeline.slots, group, pipeline.head_blocks, 64 * head_dim) or, in ordered
-  // kernels, (heads_q, num_blocks, 64 * head_dim); null: not wanted
+  // f32 in fragment order, (pipeline.slots, group, pipeline.head_blocks, 64 * head_dim) or, in
+  // ordered kernels, (heads_q, num_blocks, 64 * head_dim); null: not wanted
   float* dq_accumulator;
   UnitPipeline pipeline;  // kernels that are not ordered
-  DqOrder order;   // ordered kernels
-  Tensor dq;       // ordered kernels, and those that finish units
+  DqOrder order;          // ordered kernels
+  Tensor dq;              // ordered kernels, and those that finish units
   int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
   float scale;
   float scale_log2;     // scale * log2(e); with softcap: softcap * log2(e)

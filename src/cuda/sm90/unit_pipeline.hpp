@@ -4,16 +4,18 @@
 // of units, so few units are under way at a time. Before the tiles of a section start, for each of
 // its units u, a cluster that
 //   - prepares the rows of unit u + lead: the first `lead` units are left to the prepare kernel;
-//   - finishes unit u - lag, to which all have added by then: it writes dq, and zeros over the sums.
-//     After the last tile the last units are finished by `last_parts` clusters each, since by then
-//     the device has nothing else to do.
+//   - finishes unit u - lag, to which all have added by then: it writes dq, and zeros over its
+//   sums.
+// After the last tile the last units are finished by `last_parts` clusters each, since by then the
+// device has nothing else to do.
+//
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
-// Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag, and a tile of unit u
-// for those who serve units u - lead and u - slots + lag. All of these have smaller numbers, and CTAs
-// start in the order of their numbers. Mostly nobody waits at all, since that many other tiles have
-// started since.
+// Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag, and a tile of unit
+// u for those who serve units u - lead and u - slots + lag. All of these have smaller numbers, and
+// CTAs start in the order of their numbers. Mostly nobody waits at all, since that many other tiles
+// have started since.
 #pragma once
 
 #include <algorithm>
@@ -50,17 +52,16 @@ struct UnitPipeline {
   }
 };
 
-// What cluster number `index` of the main kernel does where units are served: each section begins with
-// one cluster for each of its units, and after the last section come those that serve units beyond
-// the last, `last_parts` for each.
+// What cluster number `index` of the main kernel does where units are served: each section begins
+// with one cluster for each of its units, and after the last section come those that serve units
+// beyond the last, `last_parts` for each.
 struct ServedOrder {
   std::int64_t unit = -1;  // that it serves, or -1:
   std::int64_t part = 0;   // which of the clusters that serve it
   std::int64_t tile = 0;   // it computes this tile, counted without those that serve
 
-  FG_HOST_DEVICE constexpr ServedOrder(std::int64_t index, std::int64_t section,
-                                       std::int64_t tiles, std::int64_t num_units,
-                                       std::int64_t last_parts) {
+  FG_HOST_DEVICE constexpr ServedOrder(std::int64_t index, std::int64_t section, std::int64_t tiles,
+                                       std::int64_t num_units, std::int64_t last_parts) {
     const std::int64_t beyond = index - num_units * (tiles + 1);
     if (beyond >= 0) {
       unit = num_units + beyond / last_parts;
@@ -79,8 +80,8 @@ struct ServedOrder {
   }
 };
 
-// Units whose tiles are launched together, longest first, on `num_multiprocessors` that run one tile
-// each: about as many as fill them, so that a section ends and the next begins without a gap
+// Units whose tiles are launched together, longest first, on `num_multiprocessors` that run one
+// tile each: about as many as fill them, so that a section ends and the next begins without a gap
 // (simulated: causal 4k in sections of 4 units 0.98 to 1.00 busy, of 2 0.95). Where all tiles take
 // as long there is nothing to gain.
 inline std::int64_t unit_section(std::int64_t tiles, bool equal_tiles,
@@ -91,8 +92,8 @@ inline std::int64_t unit_section(std::int64_t tiles, bool equal_tiles,
   return std::max<std::int64_t>(1, (4 * num_multiprocessors + tiles) / (4 * tiles));
 }
 
-// Slots, lead and lag for `num_units` units of `tiles` tiles each, launched in sections of `section`
-// units. Without lead and lag if there are too few units.
+// Slots, lead and lag for `num_units` units of `tiles` tiles each, launched in sections of
+// `section` units. Without lead and lag if there are too few units.
 inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::int64_t section,
                                bool equal_tiles, std::int64_t num_multiprocessors, int cluster) {
   UnitPipeline pipeline;
