@@ -2,6 +2,7 @@
 """What attention's number formats cost: training and gradients with one of them lowered at a time.
 
     python benchmarks/precision.py --json result.json --png result.png
+    python benchmarks/precision.py --device cuda --processes 16 --seeds 16 ...   # trains on the GPUs
 
 The variants are switches of a study implementation in PyTorch, in this file; the library has none
 of them. It follows docs/semantics.md: bf16 tensors, f32 statistics and accumulators.
@@ -14,6 +15,9 @@ of them. It follows docs/semantics.md: bf16 tensors, f32 statistics and accumula
     library         flashgrad itself: the control, since it differs from `designed` in the order
                     of its sums only
 
+Trained models have attention heads whose logits are large. --logit-scales multiplies q: in the
+gradients' inputs, and in the training by what it does to the initial weights that make q.
+
 That p recomputed twice gives the same bits is checked with the library, in two backward calls that
 are timed against one.
 """
@@ -21,7 +25,10 @@ are timed against one.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import math
+import multiprocessing
 import pathlib
 import statistics
 import sys
@@ -37,6 +44,7 @@ import gpt  # noqa: E402
 import train_gpt  # noqa: E402
 
 BLOCK = 64  # rows or keys between two roundings of an f16 accumulator
+VALIDATION_BATCHES = 32
 VARIANTS = ("designed", "lse_f16", "max_sum_f16", "accumulate_f16", "standard", "library")
 
 
@@ -95,18 +103,18 @@ class StudyAttention(torch.autograd.Function):
 
 def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     s = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-    visible = torch.ones(s.shape[-2:], dtype=torch.bool).tril()
+    visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
     return s.masked_fill(~visible, -torch.inf)
 
 
 def attention(variant: str) -> gpt.Attention:
-    """Causal attention of a variant on (batch, seqlen, heads, head_dim)."""
+    """Causal attention of a variant, as the model takes it."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(qkv: torch.Tensor) -> torch.Tensor:
         if variant == "library":
-            return gpt.flashgrad_attention(q, k, v)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with torch.autocast("cpu", enabled=False):
+            return gpt.flashgrad_attention(qkv)
+        q, k, v = qkv.transpose(1, 3).unbind(2)
+        with torch.autocast(q.device.type, enabled=False):
             if variant == "standard":
                 return (_logits(q, k).softmax(-1) @ v).transpose(1, 2)
             return StudyAttention.apply(q, k, v, variant).transpose(1, 2)
@@ -146,7 +154,7 @@ def _gradients(
     variant: str, inputs: list[torch.Tensor], dout: torch.Tensor
 ) -> list[torch.Tensor]:
     inputs = [x.requires_grad_() for x in inputs]
-    gradients = torch.autograd.grad(attention(variant)(*inputs), inputs, dout)
+    gradients = torch.autograd.grad(attention(variant)(torch.stack(inputs, 2)), inputs, dout)
     for x in inputs:
         x.requires_grad_(False)
     return [x.double() for x in gradients]
@@ -178,26 +186,62 @@ def recomputed_twice(seqlen: int, rounds: int) -> dict:
     return {"seqlen": seqlen, "same_bits": same, "time_ratio": statistics.median(ratios)}
 
 
-def train(seed: int, arguments: argparse.Namespace, text: torch.Tensor) -> list[dict]:
-    """The losses of each variant from the same weights over the same batches."""
-    trainers = [
-        train_gpt.Trainer(variant, attention(variant), seed, arguments, text)
-        for variant in VARIANTS
-    ]
-    for _ in tqdm(range(arguments.steps), desc=f"seed {seed}", unit="step", mininterval=5):
+def train(
+    seed: int, logit_scale: float, device: str, arguments: argparse.Namespace
+) -> list[dict]:
+    """Trains each variant from the same weights over the same batches."""
+    arguments = argparse.Namespace(**{**vars(arguments), "device": device}, graph=False)
+    text = gpt.own_text()
+    split = len(text) * 9 // 10
+    trainers = []
+    for variant in VARIANTS:
+        trainer = train_gpt.Trainer(variant, attention(variant), seed, arguments, text[:split])
+        with torch.no_grad():
+            for block in trainer.model.blocks:
+                width = block.qkv.in_features
+                block.qkv.weight[:width] *= logit_scale  # what makes q
+                block.qkv.bias[:width] *= logit_scale
+        trainers.append(trainer)
+    for _ in range(arguments.steps):
         for trainer in trainers:
             trainer.step()
-    return [{"seed": seed, "variant": t.name, "losses": t.losses} for t in trainers]
+    # On the same pieces of text for every seed and variant.
+    return [
+        {
+            "seed": seed,
+            "logit_scale": logit_scale,
+            "variant": t.name,
+            "losses": t.losses,
+            "validation_loss": t.validate(text[split:], VALIDATION_BATCHES),
+        }
+        for t in trainers
+    ]
 
 
-def differences(records: list[dict]) -> dict[str, list[float]]:
-    """For each variant and seed, the last ten losses' mean less that of `designed`."""
-    last = {(r["seed"], r["variant"]): statistics.mean(r["losses"][-10:]) for r in records}
-    return {
-        variant: [last[s, variant] - x for (s, name), x in last.items() if name == "designed"]
-        for variant in VARIANTS
-        if variant != "designed"
-    }
+def start_training(
+    pool: concurrent.futures.Executor, arguments: argparse.Namespace
+) -> list[concurrent.futures.Future[list[dict]]]:
+    """Every seed at every scale of the logits, on the GPUs in turn."""
+    jobs = [(seed, scale) for seed in range(arguments.seeds) for scale in arguments.logit_scales]
+    count = torch.cuda.device_count() if arguments.device == "cuda" else 0
+    devices = [f"cuda:{i % count}" if count else arguments.device for i in range(len(jobs))]
+    return [pool.submit(train, *job, device, arguments) for job, device in zip(jobs, devices)]
+
+
+def differences(records: list[dict]) -> list[dict]:
+    """Validation losses less that of `designed`: by variant and scale of the logits, over seeds."""
+    losses = {(r["logit_scale"], r["variant"], r["seed"]): r["validation_loss"] for r in records}
+    rows = []
+    for scale in sorted({scale for scale, _, _ in losses}):
+        seeds = sorted(s for sc, v, s in losses if sc == scale and v == "designed")
+        for variant in VARIANTS[1:]:
+            values = [losses[scale, variant, s] - losses[scale, "designed", s] for s in seeds]
+            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+            rows.append(
+                {"logit_scale": scale, "variant": variant, "mean": statistics.mean(values),
+                 "standard_error": error, "values": values}
+            )  # fmt: skip
+    return rows
 
 
 def plot(result: dict, path: pathlib.Path) -> None:
@@ -208,16 +252,22 @@ def plot(result: dict, path: pathlib.Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5))
     colors = dict(zip(VARIANTS, plt.rcParams["axes.prop_cycle"].by_key()["color"]))
-    base = {r["seed"]: r["losses"] for r in result["training"] if r["variant"] == "designed"}
-    for record in result["training"]:
-        variant = record["variant"]
-        if variant != "designed":
-            curve = [x - y for x, y in zip(record["losses"], base[record["seed"]])]
-            label = variant if record["seed"] == 0 else None
-            left.plot(curve, color=colors[variant], linewidth=0.8, label=label)
-    left.set_xlabel("step")
-    left.set_ylabel("loss - loss of designed, same seed")
-    left.legend()
+    rows = result["loss_differences"]
+    scales = sorted({row["logit_scale"] for row in rows})
+    for row in rows:
+        y = list(VARIANTS).index(row["variant"]) + 0.3 * scales.index(row["logit_scale"])
+        color = colors[row["variant"]]
+        left.plot(row["values"], [y] * len(row["values"]), ".", color=color, alpha=0.4)
+        left.errorbar(row["mean"], y, xerr=2 * (row["standard_error"] or 0), fmt="d", color=color)
+        left.annotate(
+            f"{row['variant']}, logits x {row['logit_scale']:g}", (0, y), xytext=(0.01, y),
+            textcoords=("axes fraction", "data"), fontsize=7, va="bottom",
+        )  # fmt: skip
+    left.axvline(0, color="black", linewidth=0.5)
+    left.set_yticks([])
+    left.set_xlabel(
+        "validation loss less that of designed; diamond: mean and two standard errors"
+    )
     scale = max(row["logit_scale"] for row in result["gradients"])
     for variant in VARIANTS:
         errors: dict[int, list[float]] = {}
@@ -225,7 +275,13 @@ def plot(result: dict, path: pathlib.Path) -> None:
             if row["variant"] == variant and row["logit_scale"] == scale:
                 errors.setdefault(row["seqlen"], []).append(row["dq"])
         means = [statistics.mean(x) for x in errors.values()]
-        right.loglog(list(errors), means, marker="o", color=colors[variant], label=variant)
+        spread = [max(x) - min(x) for x in errors.values()]
+        right.errorbar(
+            list(errors), means, [x / 2 for x in spread], marker="o", color=colors[variant],
+            label=variant,
+        )  # fmt: skip
+    right.set_xscale("log")
+    right.set_yscale("log")
     right.set_xlabel("seqlen")
     right.set_ylabel(f"relative error of dq, logits of deviation {scale:g}")
     right.legend()
@@ -243,19 +299,30 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=20, help="steps of rising learning rate")
     parser.add_argument("--seqlens", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--logit-scales", type=float, nargs="+", default=[1.0, 8.0])
+    parser.add_argument("--device", default="cpu", help="of the training; cuda takes all GPUs")
+    parser.add_argument("--processes", type=int, default=1, help="that train at the same time")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--png", type=pathlib.Path)
     arguments = parser.parse_args()
-    arguments.device = "cpu"
-    text = gpt.own_text()
-    result = train_gpt.provenance(arguments, text)
+    result = train_gpt.provenance(arguments, gpt.own_text())
     result["recomputed_twice"] = recomputed_twice(4096, 5)
     print("p recomputed twice:", result["recomputed_twice"])
-    result["gradients"] = [
-        row
-        for scale in arguments.logit_scales
-        for row in gradient_errors(arguments.seqlens, arguments.seeds, scale)
-    ]
+    result["training"] = []
+    with concurrent.futures.ProcessPoolExecutor(
+        arguments.processes, multiprocessing.get_context("spawn")
+    ) as pool:
+        training = start_training(pool, arguments)
+        result["gradients"] = [
+            row
+            for scale in arguments.logit_scales
+            for row in gradient_errors(arguments.seqlens, arguments.seeds, scale)
+        ]
+        done = concurrent.futures.as_completed(training)
+        for job in tqdm(done, total=len(training), desc="training", unit="seed"):
+            result["training"] += job.result()
+            result["loss_differences"] = differences(result["training"])
+            if arguments.json:  # after each, so that a run that is cut short leaves something
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for scale in arguments.logit_scales:
         print(f"relative errors of dq, dk, dv; logits of standard deviation {scale:g}")
         for variant in VARIANTS:
@@ -270,14 +337,11 @@ def main() -> None:
                 means = (statistics.mean(r[name] for r in same) for name in ("dq", "dk", "dv"))
                 cells.append(f"{seqlen}: " + " ".join(f"{x:.2e}" for x in means))
             print(f"  {variant:15}", "   ".join(cells))
-    result["training"] = [
-        r for seed in range(arguments.seeds) for r in train(seed, arguments, text)
-    ]
-    result["loss_differences"] = differences(result["training"])
-    for variant, values in result["loss_differences"].items():
-        print(f"  {variant:15}", " ".join(f"{x:+.5f}" for x in values))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    for row in result["loss_differences"]:
+        print(
+            f"  {row['variant']:15} logits x {row['logit_scale']:g}: {row['mean']:+.5f} "
+            f"+- {row['standard_error'] or math.nan:.5f}"
+        )
     if arguments.png:
         plot(result, arguments.png)
 

@@ -8,11 +8,11 @@
 // Inputs are standard normals; out and lse of the backward are the forward's own. The tensors of a
 // row exceed the L2.
 #include <cuda_runtime_api.h>
+#include <fmt/chrono.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstdio>
 #include <ctime>
@@ -340,21 +340,12 @@ ordered_json measure_long() {
   return result;
 }
 
-std::string date_utc() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  gmtime_r(&now, &parts);
-  std::array<char, 32> text{};
-  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text.data();
-}
-
 ordered_json describe(const Meter& meter, const std::string& command, const std::string& commit) {
   cudaDeviceProp properties{};
   require(cudaGetDeviceProperties(&properties, 0));
   return {{"version", fg_version()},
           {"commit", commit},
-          {"date", date_utc()},
+          {"date", fmt::format("{:%FT%TZ}", fmt::gmtime(std::time(nullptr)))},
           {"command", command},
           {"device", properties.name},
           {"multiprocessors", properties.multiProcessorCount},

@@ -10,20 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# q, k and v of shape (batch, seqlen, heads, head_dim) to out of the same shape, causal.
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# q, k and v as one tensor (batch, seqlen, 3, heads, head_dim) to out (batch, seqlen, heads,
+# head_dim), causal.
+Attention = Callable[[torch.Tensor], torch.Tensor]
 
 NUM_BYTES = 256
 
 
-def flashgrad_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    from flashgrad.torch import flash_attn_func
+def flashgrad_attention(qkv: torch.Tensor) -> torch.Tensor:
+    from flashgrad.torch import flash_attn_qkvpacked_func
 
-    return flash_attn_func(q, k, v, causal=True)
+    return flash_attn_qkvpacked_func(qkv, causal=True)
 
 
-def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+def torch_attention(qkv: torch.Tensor) -> torch.Tensor:
+    q, k, v = qkv.transpose(1, 3).unbind(2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
@@ -44,7 +45,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
-        x = x + self.projection(self.attention(*qkv.unbind(2)).flatten(2))
+        x = x + self.projection(self.attention(qkv).flatten(2))
         return x + self.mlp(x)
 
 

@@ -8,6 +8,9 @@
 Side by side, both models start from the same weights, get the same batches and take their steps in
 turn, so that what else the machine does meets both; the ratio of their speeds is the median over
 the steps. The text is this repository's own sources and documents, or the files of --text.
+
+On a GPU a step of so small a model is over before Python has launched the next one's kernels, so a
+step is captured in a CUDA graph and replayed; --no-graph launches them one by one.
 """
 
 from __future__ import annotations
@@ -63,54 +66,100 @@ class Trainer:
         self.text = text
         self.batches = torch.Generator().manual_seed(seed)
         self.model = gpt.GPT(attention, arguments.seqlen).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.learning_rate)
+        # A graph reads the learning rate where it lies.
+        self.wants_graph = self.device.type == "cuda" and arguments.graph
+        rate = arguments.learning_rate
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=torch.tensor(rate, device=self.device) if self.wants_graph else rate,
+            capturable=self.wants_graph,
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / arguments.warm_up)
         )
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if self.wants_graph:
+            self.stream = torch.cuda.Stream(self.device)
+            self.static_batch = torch.zeros(2, *self.shape, dtype=torch.long, device=self.device)
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    def loss(self, generator: torch.Generator, text: torch.Tensor) -> torch.Tensor:
-        tokens, targets = gpt.sample(text, *self.shape, generator)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            return self.model(tokens.to(self.device), targets.to(self.device))
+    def sample(self, generator: torch.Generator, text: torch.Tensor) -> torch.Tensor:
+        """Tokens and targets, (2, batch, seqlen)."""
+        return torch.stack(gpt.sample(text, *self.shape, generator)).to(self.device)
 
-    def step(self) -> None:
-        start = time.perf_counter()
-        loss = self.loss(self.batches, self.text)
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.model(*batch)
+
+    def update(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch, after one step of the optimizer on it."""
         self.optimizer.zero_grad()
+        loss = self.loss(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        return loss.detach()
+
+    def update_by_graph(self, batch: torch.Tensor) -> torch.Tensor:
+        """``update`` on a stream of its own: the first times, to warm up, one by one."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if len(self.losses) < WARM_UP_STEPS - 1:
+                loss = self.update(batch)
+            else:
+                self.static_batch.copy_(batch)
+                if self.graph is None:
+                    self.graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(self.graph, stream=self.stream):
+                        self.static_loss = self.update(self.static_batch)
+                self.graph.replay()
+                loss = self.static_loss
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return loss
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        batch = self.sample(self.batches, self.text)
+        loss = self.update_by_graph(batch) if self.wants_graph else self.update(batch)
         self.schedule.step()
         self.losses.append(loss.item())  # waits for the device
         self.seconds.append(time.perf_counter() - start)
 
     @torch.no_grad()
-    def validate(self, text: torch.Tensor) -> float:
+    def validate(self, text: torch.Tensor, batches: int = VALIDATION_BATCHES) -> float:
         generator = torch.Generator().manual_seed(0)
-        losses = [self.loss(generator, text).item() for _ in range(VALIDATION_BATCHES)]
-        return statistics.mean(losses)
+        return statistics.mean(
+            self.loss(self.sample(generator, text)).item() for _ in range(batches)
+        )
 
     def tokens_per_second(self) -> float:
         return self.shape[0] * self.shape[1] / statistics.median(self.seconds[WARM_UP_STEPS:])
 
     def attention_share(self) -> float:
-        """Attention's part of the time of two steps."""
+        """Attention's part of the time of two steps; on a GPU, of the time in which it works."""
         on_gpu = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
         with profile(activities=activities) as record:
             start = time.perf_counter()
-            self.step()
-            self.step()
-            total = time.perf_counter() - start
+            for _ in range(2):  # not by a graph, whose kernels nothing ties to attention
+                self.update(self.sample(self.batches, self.text)).item()
+            total = (time.perf_counter() - start) * 1e6
+        events = record.key_averages()
+        if on_gpu:  # the kernels, but neither who launched them nor what they are summed up in
+            total = sum(
+                event.self_device_time_total
+                for event in events
+                if event.device_type == torch.autograd.DeviceType.CUDA
+                and not getattr(event, "is_user_annotation", False)
+            )
         attribute = "device_time_total" if on_gpu else "cpu_time_total"
-        microseconds = sum(
+        attention = sum(
             getattr(event, attribute)
-            for event in record.key_averages()
+            for event in events
             if event.key in ATTENTION_EVENTS[self.name]
         )
-        return microseconds / 1e6 / total
+        return attention / total
 
 
 def resident_bytes(field: str) -> int:
@@ -139,6 +188,7 @@ def memory_in_own_process(name: str, arguments: argparse.Namespace) -> int:
     command = [sys.executable, __file__, "--attention", name, "--memory"]
     for option in ("batch", "seqlen", "device", "threads"):
         command += [f"--{option}", str(getattr(arguments, option))]
+    command += [] if arguments.graph else ["--no-graph"]
     for path in arguments.text or ():
         command += ["--text", str(path)]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -182,6 +232,10 @@ def compare(records: list[dict]) -> dict:
         for f, t in pairs
         for x, y in zip(f["seconds"][WARM_UP_STEPS:], t["seconds"][WARM_UP_STEPS:])
     ]
+
+    def sum_of(record: dict) -> float:
+        return sum(record["seconds"][WARM_UP_STEPS:])
+
     return {
         "loss_difference_largest": max(differences),
         "loss_difference_mean": statistics.mean(differences),
@@ -189,6 +243,14 @@ def compare(records: list[dict]) -> dict:
             f["validation_loss"] - t["validation_loss"] for f, t in pairs
         ],
         "loss_spread_of_seeds": max(last) - min(last),
+        "speed_ratio_of_means": statistics.mean(sum_of(t) for _, t in pairs)
+        / statistics.mean(sum_of(f) for f, _ in pairs),
+        "speed_ratio_median_of_each_seed": [
+            statistics.median(
+                y / x for x, y in zip(f["seconds"][WARM_UP_STEPS:], t["seconds"][WARM_UP_STEPS:])
+            )
+            for f, t in pairs
+        ],
         "speed_ratio_median": statistics.median(ratios),
         "speed_ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
     }
@@ -261,6 +323,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=20, help="steps of rising learning rate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--graph", action=argparse.BooleanOptionalAction, default=True, help="on GPUs"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--text", type=pathlib.Path, action="append", help="a file to train on")
     parser.add_argument("--json", type=pathlib.Path, help="write all numbers to this file")

@@ -46,7 +46,7 @@ class Error : public std::runtime_error {
 };
 
 /// Throws Error, with the thread's last message, unless `status` is FG_OK.
-inline void check(fg_status status) {
+inline void throw_if_failed(fg_status status) {
   if (status != FG_OK) {
     throw Error(status, fg_last_error());
   }
@@ -172,7 +172,7 @@ struct WorkspaceBytes {
 inline WorkspaceBytes workspace_bytes(fg_pass pass, const Tensors& tensors,
                                       const Options& options = {}) {
   WorkspaceBytes bytes;
-  check(fg_workspace_size(pass, &tensors, &options, &bytes.minimum, &bytes.preferred));
+  throw_if_failed(fg_workspace_size(pass, &tensors, &options, &bytes.minimum, &bytes.preferred));
   return bytes;
 }
 
@@ -198,14 +198,14 @@ class Workspace {
 /// fg_forward.
 inline void forward(const Tensors& tensors, const Options& options, std::span<std::byte> workspace,
                     void* stream = nullptr) {
-  check(fg_forward(&tensors, &options, workspace.data(), workspace.size(), stream));
+  throw_if_failed(fg_forward(&tensors, &options, workspace.data(), workspace.size(), stream));
 }
 
 /// Computes dq, dk, dv and dsinks in a workspace of the caller, on the tensors' device. Throws
 /// Error. See fg_backward.
 inline void backward(const Tensors& tensors, const Options& options, std::span<std::byte> workspace,
                      void* stream = nullptr) {
-  check(fg_backward(&tensors, &options, workspace.data(), workspace.size(), stream));
+  throw_if_failed(fg_backward(&tensors, &options, workspace.data(), workspace.size(), stream));
 }
 
 /// Computes out and lse of host tensors; the workspace grows as needed.

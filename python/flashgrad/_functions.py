@@ -89,7 +89,7 @@ def forward(
     backend : str, optional
         One of ``backends()``; None: FLASHGRAD_BACKEND, else the first that supports the call.
     stream : int, optional
-        The cudaStream_t of CUDA tensors; None: PyTorch's current one.
+        The cudaStream_t of CUDA tensors; None: PyTorch's current one on their device.
 
     Returns
     -------
@@ -118,9 +118,9 @@ def forward(
     """
     how = kind(type(q))
     if out is None:
-        out = _empty(how, tuple(q.shape[:-1]) + tuple(v.shape[-1:]), q.dtype, q)
+        out = _empty(how, tuple(q.shape[:-1]) + tuple(v.shape[-1:]), q.dtype, q, stream)
     if lse is None:
-        lse = _empty_lse(how, q)
+        lse = _empty_lse(how, q, stream)
     call = Call()
     call.add(0, q)
     call.add(1, k)
@@ -212,13 +212,13 @@ def backward(
     """
     how = kind(type(q))
     if dq is None:
-        dq = _empty(how, tuple(q.shape), q.dtype, q)
+        dq = _empty(how, tuple(q.shape), q.dtype, q, stream)
     if dk is None:
-        dk = _empty(how, tuple(k.shape), k.dtype, q)
+        dk = _empty(how, tuple(k.shape), k.dtype, q, stream)
     if dv is None:
-        dv = _empty(how, tuple(v.shape), v.dtype, q)
+        dv = _empty(how, tuple(v.shape), v.dtype, q, stream)
     if dsinks is None and sinks is not None:
-        dsinks = _empty(how, tuple(sinks.shape), sinks.dtype, q)
+        dsinks = _empty(how, tuple(sinks.shape), sinks.dtype, q, stream)
     call = Call()
     for slot, tensor in enumerate((q, k, v, out, lse)):
         call.add(slot, tensor)
@@ -283,7 +283,7 @@ def _run(
     num_bytes = call.prepare(which, options)
     if how == "torch":
         torch = sys.modules["torch"]
-        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
+        workspace = _empty(how, (num_bytes,), torch.uint8, q, stream)
         address = workspace.data_ptr()
         if stream is None and q.is_cuda:
             stream = torch.cuda.current_stream(q.device).cuda_stream
@@ -295,16 +295,24 @@ def _run(
     call.launch(which, address, num_bytes, stream or 0)
 
 
-def _empty(how: str, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
-    """A new tensor for a result: PyTorch's for PyTorch, NumPy's for all others."""
+def _empty(how: str, shape: tuple[int, ...], dtype: Any, like: Any, stream: int | None) -> Any:
+    """A new tensor for a result: PyTorch's for PyTorch, NumPy's for all others.
+
+    PyTorch hands memory on as soon as the stream that it was made for has come there, so it must
+    be made for the one that the call runs on.
+    """
     if how == "torch":
-        return sys.modules["torch"].empty(shape, dtype=dtype, device=like.device)
+        torch = sys.modules["torch"]
+        if stream is None or not like.is_cuda:
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=like.device)):
+            return torch.empty(shape, dtype=dtype, device=like.device)
     import numpy
 
     return numpy.empty(shape, dtype)
 
 
-def _empty_lse(how: str, q: Any) -> Any:
+def _empty_lse(how: str, q: Any, stream: int | None) -> Any:
     shape = tuple(q.shape)
     # q of any other rank is refused by the library, whatever lse is.
     lse_shape = (*shape[:-3], shape[-2], shape[-3]) if len(shape) >= 3 else ()
@@ -315,4 +323,4 @@ def _empty_lse(how: str, q: Any) -> Any:
         import numpy
 
         dtype = numpy.float64 if q.dtype == numpy.float64 else numpy.float32
-    return _empty(how, lse_shape, dtype, q)
+    return _empty(how, lse_shape, dtype, q, stream)

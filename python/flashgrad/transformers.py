@@ -32,6 +32,20 @@ class Unserved(NamedTuple):
     reason: str
 
 
+class FinishedMask(torch.Tensor):
+    """What a mask function found, in the form of a mask that is ready.
+
+    Transformers takes a four-dimensional tensor for one, and hands it to the layers as it is, also
+    if it was made before the forward pass (for a static cache). This one has no elements.
+    """
+
+    @staticmethod
+    def of(band: KeyBand | Unserved) -> FinishedMask:
+        finished = torch.empty((1, 1, 0, 0), dtype=torch.bool).as_subclass(FinishedMask)
+        finished.band = band  # type: ignore[attr-defined]
+        return finished
+
+
 def register() -> None:
     """Enters flashgrad as an attention implementation; more than one call does no harm.
 
@@ -66,25 +80,61 @@ def mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     device: Any = "cpu",
     **kwargs: Any,
-) -> KeyBand | Unserved:
+) -> KeyBand | Unserved | FinishedMask:
     """Transformers' mask interface: what the layers of a forward pass see.
 
-    A causal mask without padding is known at once and works under torch.compile; any other is
-    evaluated and needs eager mode, with one synchronisation for each kind of mask of a model. A
-    mask that is no band with a range of keys (chunked attention, blocks of image tokens, packed
+    A causal mask without padding is known at once. Any other is evaluated, which takes one
+    synchronisation for each kind of mask of a model, and breaks the graph of torch.compile. (Under
+    torch.compile and without a cache every mask is such: Transformers looks for packed sequences.)
+    A mask that is no band with a range of keys (chunked attention, blocks of image tokens, packed
     sequences) becomes an Unserved.
     """
-    if attention_mask is None and mask_function is causal_mask_function:
+    causal = attention_mask is None and mask_function is causal_mask_function
+    if causal and torch.compiler.is_compiling() and isinstance(q_offset, int):
         return KeyBand(None, q_offset - kv_offset)
-    if torch.compiler.is_compiling():
-        return Unserved("padding, or not simply causal, under torch.compile")
+    return _finish(
+        causal, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
+        attention_mask, use_vmap, device,
+    )  # fmt: skip
+
+
+@torch.compiler.disable
+def _finish(
+    causal: bool,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    *evaluated: Any,
+) -> FinishedMask:
+    q_offset = int(q_offset)  # a static cache's is a tensor
+    if causal:
+        return FinishedMask.of(KeyBand(None, q_offset - kv_offset))
+    return FinishedMask.of(
+        _evaluate(batch_size, q_length, kv_length, q_offset, kv_offset, *evaluated)
+    )
+
+
+def _evaluate(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    use_vmap: bool,
+    device: Any,
+) -> KeyBand | Unserved:
+    """What a mask that is not simply causal turns out to be."""
     if q_length == 0 or kv_length == 0:
         return KeyBand(None, None)
     parts = []
@@ -113,7 +163,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: KeyBand | Unserved | torch.Tensor | None,
+    attention_mask: KeyBand | Unserved | FinishedMask | torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -134,7 +184,7 @@ def attend(
     ----------
     query : Tensor (batch, heads_q, seqlen_q, head_dim)
     key, value : Tensor (batch, heads_kv, seqlen_kv, head_dim or head_dim_v)
-    attention_mask : KeyBand, Tensor or None
+    attention_mask : KeyBand, FinishedMask, Tensor or None
         What ``mask`` returned, or a boolean tensor of the user's, read as in
         ``flashgrad.torch.scaled_dot_product_attention``. None: causal as ``is_causal`` or the
         module says, with its ``sliding_window``.
@@ -179,6 +229,8 @@ def attend(
             **options,
         )
         return out.unflatten(0, query.shape[:1] + query.shape[2:3]), None
+    if isinstance(attention_mask, FinishedMask):
+        attention_mask = getattr(attention_mask, "band", attention_mask)  # a copy has none
     if isinstance(attention_mask, KeyBand):
         return band_attention(q, k, v, attention_mask, **options), None
     if isinstance(attention_mask, Unserved):

@@ -13,17 +13,23 @@
 namespace flashgrad::check {
 namespace {
 
-using reference::Block;
 using reference::Head;
 using reference::kBlock;
 using reference::NaiveFormula;
+using reference::Scratch;
 using Exact = reference::Formula<double>;
 
-// A backward that is exact but for its out, which is rounded as it is stored.
-struct RoundedOut : Exact {
+// A backward that is exact but for its statistics: out as it is stored, lse and delta in f32.
+struct RoundedStatistics : Exact {
   DType dtype;
-  explicit RoundedOut(const Problem& p) : Exact(p), dtype(p.dtype) {}
+  explicit RoundedStatistics(const Problem& p) : Exact(p), dtype(p.dtype) {}
   [[nodiscard]] double out(double sum) const { return rounded(dtype, sum); }
+  [[nodiscard]] double probability(double s, double lse) const {
+    return Exact::probability(s, static_cast<float>(lse));
+  }
+  [[nodiscard]] double dlogit(double s, double p, double dp, double delta, double dlse) const {
+    return Exact::dlogit(s, p, dp, static_cast<float>(delta), dlse);
+  }
 };
 
 // ds with nothing cancelled.
@@ -115,19 +121,27 @@ void Expected::Impl::compute(const F& f, std::vector<Values<R>*>& values) const 
     R* to = values[task.unit]->of[output].data() + slot(u, output, task.head, task.begin + r);
     std::copy(from, from + extent(u, output).dim, to);
   };
-#pragma omp parallel for schedule(dynamic) num_threads(threads())
-  for (const Task& task : row_tasks) {
+  // Calls f(task, scratch of the thread) for all tasks.
+  const auto for_each = [&](const std::vector<Task>& tasks, auto&& do_task) {
+#pragma omp parallel num_threads(threads())
+    {
+      const auto scratch = std::make_unique<Scratch<R>>();
+#pragma omp for schedule(dynamic)
+      for (const Task& task : tasks) {
+        do_task(task, *scratch);
+      }
+    }
+  };
+  for_each(row_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
     const Head head{u.problem, u.args, u.sequence(), task.head};
-    Block<R> out;
-    std::array<R, kBlock> lse;
-    reference::forward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size, out,
-                            lse);
+    reference::forward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size,
+                            scratch);
     for (int r = 0; r < task.size; ++r) {
-      write(task, kOut, r, out[static_cast<std::size_t>(r)].data());
-      write(task, kLse, r, &lse[static_cast<std::size_t>(r)]);
+      write(task, kOut, r, scratch.out[static_cast<std::size_t>(r)].data());
+      write(task, kLse, r, &scratch.lse[static_cast<std::size_t>(r)]);
     }
-  }
+  });
   if (!backward) {
     return;
   }
@@ -140,31 +154,27 @@ void Expected::Impl::compute(const F& f, std::vector<Values<R>*>& values) const 
     }
     return a;
   };
-#pragma omp parallel for schedule(dynamic) num_threads(threads())
-  for (const Task& task : row_tasks) {
+  for_each(row_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
     const Args a = backward_args(task, false);
     const Head head{u.problem, a, u.sequence(), task.head};
-    Block<R> dq;
-    reference::backward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size, dq);
+    reference::backward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size,
+                             scratch);
     for (int r = 0; r < task.size; ++r) {
-      write(task, kDq, r, dq[static_cast<std::size_t>(r)].data());
+      write(task, kDq, r, scratch.dq[static_cast<std::size_t>(r)].data());
     }
-  }
-#pragma omp parallel for schedule(dynamic) num_threads(threads())
-  for (const Task& task : key_tasks) {
+  });
+  for_each(key_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
     const Args a = backward_args(task, true);
     const Head head{u.problem, a, u.sequence(), 0};
-    Block<R> dk;
-    Block<R> dv;
-    reference::backward_keys(f, head, &u.keys[static_cast<std::size_t>(task.begin)], task.size, dk,
-                             dv);
+    reference::backward_keys(f, head, &u.keys[static_cast<std::size_t>(task.begin)], task.size,
+                             scratch);
     for (int r = 0; r < task.size; ++r) {
-      write(task, kDk, r, dk[static_cast<std::size_t>(r)].data());
-      write(task, kDv, r, dv[static_cast<std::size_t>(r)].data());
+      write(task, kDk, r, scratch.dk[static_cast<std::size_t>(r)].data());
+      write(task, kDv, r, scratch.dv[static_cast<std::size_t>(r)].data());
     }
-  }
+  });
 }
 
 // Whether a naive value is not finite where the oracle's is.
@@ -253,13 +263,25 @@ void Expected::Impl::measure(const std::vector<Values<float>>& naive) {
   }
 }
 
-// What dq and dk may lose though naive did not. f32: in dp - delta + dlse, where every row sees one
-// key the difference is 0; naive finds it exactly, since its two sums run in the same order, and
-// the rule's bound would be 0. 16 bits: p, ds and the out of delta are rounded to u; in a few dozen
-// elements naive's own roundings cancel by luck, in thousands they don't. A sum of n terms that are
-// each off by u times their size is off by u / sqrt(n) times the sum of the sizes; twice that is
-// allowed.
-double Expected::Impl::cancellation_floor(Output output) const {
+// What an output may lose though naive did not.
+//
+// 16 bits: the contract (docs/semantics.md, Precision) rounds p or ds once, as an operand, and the
+// result once. Each moves the result by up to u times the sum of the terms' sizes. In thousands of
+// elements naive meets such roundings too; in a few dozen its own may all be small, by luck.
+//
+// Else, dq and dk: where every row sees one key dp - delta + dlse is 0. Naive finds that exactly,
+// since its two sums run in the same order, and the rule's bound would be 0.
+double Expected::Impl::rounding_floor(Output output) const {
+  std::size_t elements = 0;
+  for (const Unit& u : units) {
+    elements += size_of(u, output);
+  }
+  constexpr std::size_t kFewElements = 256;
+  const bool few = is_16_bit(problem.dtype) && elements <= kFewElements;
+  const double unit_roundoff = problem.dtype == DType::kBF16 ? 0x1p-8 : 0x1p-11;
+  if (output == kOut || output == kDv) {
+    return few ? 2 * unit_roundoff * magnitude[output] : 0;
+  }
   std::vector<Values<double>> magnitudes(units.size());
   std::vector<Values<double>*> pointers;
   for (Values<double>& values : magnitudes) {
@@ -267,34 +289,24 @@ double Expected::Impl::cancellation_floor(Output output) const {
   }
   compute(Uncancelled(problem), pointers);
   double largest = 0;
-  std::size_t elements = 0;
   for (const Values<double>& values : magnitudes) {
-    elements += values.of[output].size();
     for (const double x : values.of[output]) {
       largest = std::isfinite(x) ? std::max(largest, std::abs(x)) : largest;
     }
   }
-  if (problem.dtype == DType::kF64) {
-    return 1e-15 * largest;
-  }
-  constexpr std::size_t kFewElements = 256;
-  if (!is_16_bit(problem.dtype) || elements > kFewElements) {
-    return 1e-6 * largest;
-  }
-  const double u = problem.dtype == DType::kBF16 ? 0x1p-9 : 0x1p-12;
-  return 2 * (2 * u) * largest;
+  return (few ? 2 * unit_roundoff : problem.dtype == DType::kF64 ? 1e-15 : 1e-6) * largest;
 }
 
-const std::vector<Values<double>>& Expected::Impl::of_rounded_out() const {
-  if (rounded_out.empty()) {
-    rounded_out.resize(units.size());
+const std::vector<Values<double>>& Expected::Impl::of_rounded_statistics() const {
+  if (rounded_statistics.empty()) {
+    rounded_statistics.resize(units.size());
     std::vector<Values<double>*> pointers;
-    for (Values<double>& values : rounded_out) {
+    for (Values<double>& values : rounded_statistics) {
       pointers.push_back(&values);
     }
-    compute(RoundedOut(problem), pointers);
+    compute(RoundedStatistics(problem), pointers);
   }
-  return rounded_out;
+  return rounded_statistics;
 }
 
 Expected::Expected(const Problem& problem, const Args& args, const ExpectedOptions& options)

@@ -64,10 +64,11 @@ struct Expected::Impl {
   [[nodiscard]] bool wants(Output output) const;
   [[nodiscard]] DType dtype_of(Output output) const;
   [[nodiscard]] double bound(Output output) const;
-  [[nodiscard]] double cancellation_floor(Output output) const;
-  // What a backward gives that is exact but takes out as it is stored. Computed when first needed.
-  [[nodiscard]] const std::vector<Values<double>>& of_rounded_out() const;
-  mutable std::vector<Values<double>> rounded_out;
+  [[nodiscard]] double rounding_floor(Output output) const;
+  // What a backward gives that is exact but for rounded statistics (out, lse, delta). Computed when
+  // first needed.
+  [[nodiscard]] const std::vector<Values<double>>& of_rounded_statistics() const;
+  mutable std::vector<Values<double>> rounded_statistics;
   // Whether that alone turns a gradient of a head: the direction then says nothing.
   [[nodiscard]] bool turned_by_rounding(std::size_t unit, Output output, std::int64_t head) const;
   [[nodiscard]] OutputResult compare(const Args& produced, Output output) const;

@@ -115,13 +115,13 @@ std::string where(std::int64_t b, std::int64_t h, const char* index_name, std::i
 }  // namespace
 
 bool Expected::Impl::turned_by_rounding(std::size_t unit, Output output, std::int64_t head) const {
-  if (output < kDq || !is_16_bit(problem.dtype)) {
+  if (output < kDq || problem.dtype == DType::kF64) {
     return false;
   }
   const Unit& u = units[unit];
   const Extent e = extent(u, output);
   const std::vector<double>& exact = u.exact.of[output];
-  const std::vector<double>& other = of_rounded_out()[unit].of[output];
+  const std::vector<double>& other = of_rounded_statistics()[unit].of[output];
   double ox = 0;
   double oo = 0;
   double xx = 0;
@@ -193,8 +193,8 @@ OutputResult Expected::Impl::compare(const Args& produced, Output output) const 
       }
     }
   }
-  if (!(result.error <= result.bound) && (output == kDq || output == kDk)) {
-    result.bound = std::max(result.bound, cancellation_floor(output));
+  if (!(result.error <= result.bound) && output != kLse) {
+    result.bound = std::max(result.bound, rounding_floor(output));
   }
   if (!(result.error <= result.bound)) {
     result.reason = worst;

@@ -45,8 +45,8 @@ class KeyBlockTask {
         rows_(round_up(valid_, kRowMultiple<Isa>)),
         dk_(job.dk != nullptr ? job.dk + k0_ * plan.columns_qk : buffers.dk),
         dv_(job.dv != nullptr ? job.dv + k0_ * plan.columns_v : buffers.dv) {
-    const double logit = p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale * kExponentUnit<Isa>;
-    scores_ = {finite_float(logit), finite_float(p_.softcap * kExponentUnit<Isa>)};
+    scores_ = {finite_float(p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale),
+               finite_float(p_.softcap)};
   }
 
   // Computes dk and dv of the block and its part of dq.

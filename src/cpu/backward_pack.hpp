@@ -12,12 +12,6 @@
 
 namespace flashgrad::cpu {
 
-// The exponent is s - lse. Units of float keep it natural and multiply the small difference by
-// log2(e), which keeps large logits exact; with bf16 products log2(e) is folded into scale and lse,
-// which saves a multiplication per element.
-template <class Isa>
-inline constexpr float kExponentUnit = Isa::kPair == 1 ? 1.F : kLog2E;
-
 FG_INLINE float load_f32(const Tensor& t, std::int64_t offset) {
   return static_cast<const float*>(t.data)[offset];
 }
@@ -102,7 +96,7 @@ template <class Isa>
               load_f32(args.dlse, args.dlse.offset(seq.batch_index, seq.q_begin + row, head));
         }
         if (live[r]) {
-          neg_lse = -lse * kExponentUnit<Isa>;
+          neg_lse = -lse;
           if (p.has_dout) {
             neg_delta -= dot_rows<Isa>(
                 args.out, args.out.offset(seq.batch_index, seq.q_begin + row, head), args.dout,

@@ -85,7 +85,7 @@ struct HeadPack {
   Unit* q_depth;       // Q, B of dK += dS^T Q: [q block][panel of columns][rows of the block /
                        // kPair][columns of the panel]
   Unit* dout_depth;    // dO, B of dV += P^T dO: likewise
-  float* neg_lse;      // (rows): -lse in the unit of the exponent; -inf: the row adds nothing
+  float* neg_lse;      // (rows): -lse; -inf: the row adds nothing
   float* neg_delta;    // (rows): dlse - delta
   float* dq;           // (rows, columns_qk): the sum so far
   std::uint8_t*

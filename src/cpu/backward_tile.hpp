@@ -17,8 +17,8 @@
 namespace flashgrad::cpu {
 
 struct Scores {
-  float scale;    // of the logits, in the unit of the exponent; with softcap: scale / softcap
-  float softcap;  // in the unit of the exponent
+  float scale;  // of the logits; with softcap: scale / softcap
+  float softcap;
 };
 
 // Where one tile is, and which of its queries each key may touch.
@@ -38,13 +38,14 @@ FG_INLINE typename Isa::Mask visible_lanes(const Tile<Isa>& tile, int m, int n,
                    adds);
 }
 
+// exp(s - lse). The logit is rounded before lse is subtracted, by the same operations as in the
+// forward (cpu/forward_item.hpp), and log2(e) comes last: where one key outweighs all others, lse
+// is s to the bit and p is 1, however large they are. (-ffp-contract=off keeps the two operations
+// apart.)
 template <class Isa>
-FG_INLINE typename Isa::Vec exp_of(typename Isa::Vec x) {
-  if constexpr (Isa::kPair == 1) {
-    return exp2<Isa, 6>(Isa::mul(Isa::min_zero(x), Isa::set1(kLog2E)));
-  } else {
-    return exp2<Isa, 3>(Isa::min_zero(x));
-  }
+FG_INLINE typename Isa::Vec probability(typename Isa::Vec s, typename Isa::Vec neg_lse) {
+  const auto exponent = Isa::min_zero(Isa::add(s, neg_lse));
+  return exp2 < Isa, Isa::kPair == 1 ? 6 : 3 > (Isa::mul(exponent, Isa::set1(kLog2E)));
 }
 
 // (1), (2): P^T to p_rows (kRows rows ld_p units apart), w to weight (ld_weight floats apart; with
@@ -70,10 +71,10 @@ template <class Isa, bool kMasked, bool kSoftcap>
       Vec w;
       if constexpr (kSoftcap) {
         const Vec t = tanh<Isa>(Isa::mul(acc[m][n], scale));
-        p = exp_of<Isa>(Isa::fma(t, Isa::set1(scores.softcap), neg_lse));
+        p = probability<Isa>(Isa::mul(t, Isa::set1(scores.softcap)), neg_lse);
         w = Isa::mul(p, Isa::sub(Isa::set1(1.F), Isa::mul(t, t)));
       } else {
-        p = exp_of<Isa>(Isa::fma(acc[m][n], scale, neg_lse));
+        p = probability<Isa>(Isa::mul(acc[m][n], scale), neg_lse);
         w = p;
       }
       if constexpr (kMasked) {

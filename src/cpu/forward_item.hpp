@@ -199,7 +199,7 @@ class ForwardItemRun {
 
   void pack_queries() {
     const std::int64_t words = call_.sizes.padded_head_words;
-    alignas(64) Unit staged[Isa::kLanes * kMaxStagedUnits];
+    auto* const staged = static_cast<Unit*>(scratch_.staging);
     for (std::int64_t r = 0; r < num_rows_; r += kWidth<Isa>) {
       const std::int64_t width = panel_vecs(r) * Isa::kLanes;
       Unit* panel = queries(r);
@@ -352,7 +352,8 @@ class ForwardItemRun {
       const std::int64_t head = head_of(r);
       const std::int64_t i = sequence_.q_begin + row_of(r);
       // Without a logit above -inf the maximum is -inf, the sum 0.
-      double maximum = scratch_.row_max[r] * to_natural_;
+      // In f32, as the backward computes its logits: see probability() in backward_tile.hpp.
+      double maximum = scratch_.row_max[r] * finite_float(to_natural_);
       double sum = scratch_.row_sum[r];
       double weight = 1;
       const float sink =
@@ -363,15 +364,21 @@ class ForwardItemRun {
         sum = weight * sum + std::exp(sink - highest);
         maximum = highest;
       }
+      const auto lse = static_cast<float>(maximum + std::log(sum));
+      // +inf would call the row empty.
+      const bool beyond_f32 = lse == kInfinity;
+      if (beyond_f32) {
+        weight = kNaN;
+      }
       if (scratch_.row_sum[r] == 0) {
         zero_rows(args.out, sequence_.batch_index, i, i + 1, head, p.head_dim_v);
       } else {
         write_row<Isa>(scratch_.out + r * call_.sizes.columns, static_cast<float>(weight / sum),
                        args.out, args.out.offset(sequence_.batch_index, i, head), p.head_dim_v);
       }
-      const auto lse = static_cast<float>(maximum + std::log(sum));
       if (args.lse) {
-        static_cast<float*>(args.lse.data)[args.lse.offset(sequence_.batch_index, i, head)] = lse;
+        static_cast<float*>(args.lse.data)[args.lse.offset(sequence_.batch_index, i, head)] =
+            beyond_f32 ? kNaN : lse;
       }
     }
   }

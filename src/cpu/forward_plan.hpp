@@ -71,7 +71,8 @@ struct ForwardSizes {
   std::int64_t columns = 0;            // a row of V or O in whole vectors
   std::int64_t keys =
       0;  // room for keys in a block: kForwardKeyBlock, less if no sequence has as many
-  std::int64_t rows = 0;  // room for query rows in an item, in whole tiles
+  std::int64_t rows = 0;           // room for query rows in an item, in whole tiles
+  std::int64_t staging_words = 0;  // rows of Q that become columns of a panel together
 
   // A packed key block: a header, K (keys, padded_head_words), V in panels of (keys / unit, panel).
   static constexpr std::int64_t kHeaderWords = 32;
@@ -85,6 +86,7 @@ struct ForwardSizes {
     sizes.head_words = ceil_div(p.head_dim, unit);
     sizes.padded_head_words = round_up(sizes.head_words, lanes);
     sizes.columns = round_up(p.head_dim_v, lanes);
+    sizes.staging_words = lanes * sizes.padded_head_words;
     sizes.keys =
         std::min(kForwardKeyBlock, round_up(std::max<std::int64_t>(p.max_seqlen_kv, 1), 16));
     const std::int64_t merged = std::min(kForwardMergedRows, p.max_seqlen_q) * p.group();

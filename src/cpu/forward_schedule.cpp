@@ -46,6 +46,7 @@ struct Plan {
 ForwardScratch carve_scratch(const ForwardSizes& sizes, std::int64_t panel, Arena& arena) {
   ForwardScratch scratch;
   scratch.q = arena.take<float>(sizes.rows * sizes.padded_head_words);
+  scratch.staging = arena.take<float>(sizes.staging_words);
   scratch.s = arena.take<float>(sizes.keys * std::min(sizes.rows, panel));
   scratch.p = arena.take<float>(sizes.keys / sizes.unit * std::min(sizes.rows, panel));
   scratch.out = arena.take<float>(sizes.rows * sizes.columns);

@@ -22,6 +22,7 @@ struct ForwardCall {
 // the next item may want too.
 struct ForwardScratch {
   void* q = nullptr;                   // Q^T, panels of (padded_head_words, panel) words
+  void* staging = nullptr;             // rows of Q on their way into a panel, staging_words
   float* s = nullptr;                  // S^T of a panel, (keys, panel)
   void* p = nullptr;                   // P^T of a panel, (keys / unit, panel) words
   float* out = nullptr;                // O, (rows, columns)

@@ -15,6 +15,7 @@
 namespace flashgrad::cpu {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // Calls f.template operator()<kN>() with the number of vectors in a panel, at most kVecs, as a
 // constant.
@@ -208,13 +209,17 @@ template <class Isa>
       return bf16_to_f32(static_cast<std::uint16_t>(unit >> (16 * half)));
     }
   };
-  for (std::ptrdiff_t c = 0; c < ldv; ++c) {
-    float sum = 0;
+  for (std::ptrdiff_t c = 0; c < ldv; c += Isa::kLanes) {
+    auto sum = Isa::zero();
     for (std::int64_t j = begin; j < end; ++j) {
       const std::ptrdiff_t unit = j / Isa::kPair;
-      sum += element(p[unit * ldp], j % Isa::kPair) * element(v[unit * ldv + c], j % Isa::kPair);
+      alignas(64) float values[Isa::kLanes];
+      for (int l = 0; l < Isa::kLanes; ++l) {
+        values[l] = element(v[unit * ldv + c + l], j % Isa::kPair);
+      }
+      sum = Isa::fma(Isa::set1(element(p[unit * ldp], j % Isa::kPair)), Isa::load(values), sum);
     }
-    out[c] = first ? sum : out[c] * rescale + sum;
+    Isa::store(out + c, first ? sum : Isa::fma(Isa::load(out + c), Isa::set1(rescale), sum));
   }
 }
 

@@ -54,6 +54,9 @@ void check_fit(const Kernel& kernel, const Device& device, Account& a) {
     a.overflows.push_back(
         overflow("tensor memory: columns", a.tensor_columns, device.tensor_memory_columns));
   }
+  if (kernel.ctas > 1 && device.dsmem_bytes_per_clk == 0) {
+    a.overflows.emplace_back("clusters: the device has no distributed shared memory");
+  }
   // Registers are handed out by eights; all threads start with an equal share and may trade it.
   const auto groups = static_cast<double>(kernel.warpgroups.size());
   const double share = std::floor(device.registers / (128 * groups) / 8) * 8;
@@ -93,6 +96,11 @@ const char* name_of(Account::Bottleneck bottleneck) {
   return "";
 }
 
+double shared_rate(const SharedTraffic& traffic, const Device& device) {
+  return traffic.from_peer && device.dsmem_bytes_per_clk > 0 ? device.dsmem_bytes_per_clk
+                                                             : device.shared_bytes_per_clk;
+}
+
 Account account(const Kernel& kernel, const Device& device) {
   Account a;
   const auto add_shared = [&](const std::string& what, Use use, double cycles, bool counted) {
@@ -106,8 +114,7 @@ Account account(const Kernel& kernel, const Device& device) {
                product.shared_bytes() / device.shared_bytes_per_clk, true);
   }
   for (const SharedTraffic& traffic : kernel.shared_traffic) {
-    const double rate =
-        traffic.from_peer ? device.dsmem_bytes_per_clk : device.shared_bytes_per_clk;
+    const double rate = shared_rate(traffic, device);
     const bool sending = traffic.use == Use::kExchanged && !traffic.from_peer;
     add_shared(traffic.name, traffic.use, traffic.bytes / rate,
                counts(kernel, traffic.use) && (kernel.counts_sending || !sending));
@@ -211,7 +218,7 @@ std::vector<Kernel> search_hopper_backward(const Device& device, int head_dim, i
   const auto cost = [&](const Kernel& kernel) {
     const Account a = account(kernel, device);
     // Of two that take as long, the one that loads less.
-    return a.bound / kernel.exponentials() * (1 + 1e-6 * a.l2_bytes_per_clk);
+    return a.bound / kernel.pairs() * (1 + 1e-6 * a.l2_bytes_per_clk);
   };
   std::stable_sort(found.begin(), found.end(),
                    [&](const Kernel& x, const Kernel& y) { return cost(x) < cost(y); });

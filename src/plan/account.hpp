@@ -55,6 +55,10 @@ struct Account {
 
 const char* name_of(Account::Bottleneck bottleneck);
 
+// Bytes a clock at which it passes; where nobody has measured the network between SMs, a peer's
+// tile lands like any other write.
+double shared_rate(const SharedTraffic& traffic, const Device& device);
+
 Account account(const Kernel& kernel, const Device& device);
 
 // Bytes of shared memory traffic for one pair of tiles, by use.
@@ -62,9 +66,6 @@ std::array<double, kNumUses> shared_bytes_by_use(const Kernel& kernel);
 
 // Throws std::invalid_argument with what overflows if the kernel does not fit.
 void require_fit(const Kernel& kernel, const Device& device);
-
-// Cycles of products, exponentials and shared memory of each kernel as bars.
-std::string bars_svg(const std::vector<Kernel>& kernels, const Device& device);
 
 // Kernels of one family at a head dim, each tile size that fits, least bound per query x key first.
 std::vector<Kernel> search_hopper_backward(const Device& device, int head_dim, int cluster);

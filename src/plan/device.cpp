@@ -30,6 +30,13 @@ Device parse_device(const std::string& json) {
       const nlohmann::json& figure = figures.at(field.key);
       device.*field.value = figure.at("value").is_null() ? std::numeric_limits<double>::quiet_NaN()
                                                          : figure.at("value").get<double>();
+      // Unknown, or the device has none, is allowed where the account can do without.
+      const double value = device.*field.value;
+      if (field.may_be_missing ? value < 0 || std::isinf(value)
+                               : !(value > 0) || std::isinf(value)) {
+        throw std::invalid_argument(std::string(field.key) + " must be " +
+                                    (field.may_be_missing ? "null, 0 or more" : "more than 0"));
+      }
       device.sources.push_back(figure.at("source").get<std::string>());
       if (device.sources.back().empty()) {
         throw std::invalid_argument(std::string(field.key) + " has no source");

@@ -42,6 +42,7 @@ struct Device {
 struct DeviceField {
   const char* key;
   double Device::*value;
+  bool may_be_missing = false;
 };
 
 inline constexpr DeviceField kDeviceFields[] = {
@@ -51,13 +52,13 @@ inline constexpr DeviceField kDeviceFields[] = {
     {"exp_per_clk", &Device::exp_per_clk},
     {"fp32_per_clk", &Device::fp32_per_clk},
     {"shared_bytes_per_clk", &Device::shared_bytes_per_clk},
-    {"dsmem_bytes_per_clk", &Device::dsmem_bytes_per_clk},
-    {"l2_load_bytes_per_clk", &Device::l2_load_bytes_per_clk},
-    {"l2_reduce_bytes_per_clk", &Device::l2_reduce_bytes_per_clk},
+    {"dsmem_bytes_per_clk", &Device::dsmem_bytes_per_clk, true},
+    {"l2_load_bytes_per_clk", &Device::l2_load_bytes_per_clk, true},
+    {"l2_reduce_bytes_per_clk", &Device::l2_reduce_bytes_per_clk, true},
     {"registers", &Device::registers},
     {"max_registers_per_thread", &Device::max_registers_per_thread},
     {"shared_bytes", &Device::shared_bytes},
-    {"tensor_memory_columns", &Device::tensor_memory_columns},
+    {"tensor_memory_columns", &Device::tensor_memory_columns, true},
     {"l2_bytes", &Device::l2_bytes},
     {"hbm_bytes", &Device::hbm_bytes},
     {"hbm_bytes_per_s", &Device::hbm_bytes_per_s},
@@ -65,7 +66,7 @@ inline constexpr DeviceField kDeviceFields[] = {
 };
 
 // From the text of a devices/*.json; throws std::invalid_argument that names the figure which is
-// missing, unknown or without a source.
+// missing, unknown, out of range or without a source.
 Device parse_device(const std::string& json);
 
 // The devices that are compiled in, oldest first.

@@ -87,7 +87,14 @@ struct Kernel {
   std::vector<Use> uncounted{};
   bool counts_sending = true;  // likewise, what the pair's other CTA reads from here
 
-  [[nodiscard]] double exponentials() const { return static_cast<double>(queries) * keys; }
+  // For predictions (pipeline.hpp): warpgroups that each go from products to softmax and back, 0:
+  // not known; and bytes that a CTA moves once for all its pairs.
+  int workers = 0;
+  double tile_bytes = 0;
+  bool has_softmax = true;
+
+  [[nodiscard]] double pairs() const { return static_cast<double>(queries) * keys; }
+  [[nodiscard]] double exponentials() const { return has_softmax ? pairs() : 0; }
 };
 
 // FlashAttention-3's family on Hopper (wgmma). S^T and P^T have keys as rows unless `swapped`.
@@ -135,8 +142,15 @@ Kernel fa2_forward(int head_dim);
 Kernel fa1_forward(int head_dim);
 Kernel standard_forward(int head_dim);
 
-// This library's kernels for Hopper, in their real configurations (src/cuda/sm90/*.def).
+// This library's kernels for Hopper, in their real configurations (src/cuda/sm90/*.def, and for
+// head dims above 128 bwd_wide_shared.cuh and bwd_wide_dq.cuh).
 std::vector<Kernel> sm90_kernels();
+
+// The forward's for these head dims, and the backward's main kernel up to head dim 128: the ordered
+// one, or with a cluster, which head dims up to 64 don't have (fwd_launch.cu, bwd_launch.cu). Throw
+// std::invalid_argument beyond them.
+const Kernel& sm90_forward_kernel(std::int64_t head_dim, std::int64_t head_dim_v);
+const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool cluster);
 
 // The configurations that were weighed for the Hopper backward: docs/model.md's table.
 std::vector<Kernel> weighed_kernels();

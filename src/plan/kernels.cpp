@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "cuda/sm90/config.hpp"
-#include "cuda/sm90/fwd_config.hpp"
 #include "plan/kernel.hpp"
 
 namespace flashgrad::plan {
@@ -354,51 +352,6 @@ Kernel standard_forward(int head_dim) {
   return kernel;
 }
 
-std::vector<Kernel> sm90_kernels() {
-  std::vector<Kernel> all;
-  const char* const backward_names[] = {
-#define FG_BWD_VARIANT(name, ...) #name,
-#include "cuda/sm90/variants.def"
-#undef FG_BWD_VARIANT
-  };
-  const char* const forward_names[] = {
-#define FG_FWD_VARIANT(name, ...) #name,
-#include "cuda/sm90/fwd_variants.def"
-#undef FG_FWD_VARIANT
-  };
-  const auto bytes = [](int size) { return static_cast<double>(size); };
-  const char* const* name = backward_names;
-  for (const sm90::BwdConfig& c : sm90::kBwdConfigs) {
-    // Without a cluster dq is made 64 columns at a time (bwd_dq.cuh).
-    Kernel kernel = hopper_backward({.queries = sm90::kBlockM,
-                                     .keys = c.block_n(),
-                                     .head_dim = c.head_dim,
-                                     .consumers = sm90::BwdConfig::kConsumers,
-                                     .dq_passes = c.cluster == 2 ? 1 : c.head_dim / 64,
-                                     .cluster = c.cluster});
-    kernel.name = std::string("sm90-backward-") + (*name++ + 1);
-    kernel.shared_buffers = {{"as BwdConfig lays it out", bytes(c.shared_bytes())}};
-    kernel.warpgroups = {{"consumer 0", c.consumer_registers},
-                         {"consumer 1", c.consumer_registers},
-                         {"dq and loads", c.dq_registers}};
-    all.push_back(std::move(kernel));
-  }
-  name = forward_names;
-  for (const sm90::FwdConfig& c : sm90::kFwdConfigs) {
-    Kernel kernel = hopper_forward({.consumers = c.num_consumers,
-                                    .keys = c.block_n,
-                                    .head_dim = c.head_dim,
-                                    .head_dim_v = c.head_dim_v});
-    kernel.name = std::string("sm90-forward-") + (*name++ + 1);
-    kernel.shared_buffers = {{"as FwdConfig lays it out", bytes(c.shared_bytes())}};
-    kernel.warpgroups.assign(static_cast<std::size_t>(c.num_consumers),
-                             {"consumer", c.consumer_registers()});
-    kernel.warpgroups.push_back({"loads", c.producer_registers()});
-    all.push_back(std::move(kernel));
-  }
-  return all;
-}
-
 std::vector<Kernel> weighed_kernels() {
   using Dq = HopperBackward::Dq;
   std::vector<Kernel> all;
@@ -468,7 +421,6 @@ const std::vector<Kernel>& kernels() {
     return list;
   }();
   return kKernels;
-  ;
 }
 
 const Kernel& find_kernel(const std::string& name) {

@@ -1,14 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// Timelines and accounts as SVG files.
+// Implements pictures.hpp.
+#include "plan/pictures.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
-#include "plan/account.hpp"
-#include "plan/schedule.hpp"
-
 namespace flashgrad::plan {
+namespace {
+
+// Names may come from a file.
+std::string escaped(const std::string& text) {
+  std::string safe;
+  for (const char c : text) {
+    safe += c == '<' ? "&lt;" : c == '&' ? "&amp;" : std::string(1, c);
+  }
+  return safe;
+}
+
+std::string svg_head(double width, double height, const std::string& title) {
+  return fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" "
+      "viewBox=\"0 0 {0} {1}\" font-family=\"sans-serif\" font-size=\"12\">\n"
+      "<rect width=\"{0}\" height=\"{1}\" fill=\"#fff\"/>\n<text x=\"4\" y=\"16\">{2}</text>\n",
+      width, height, escaped(title));
+}
+
+// Neighbouring numbers differ in hue.
+std::string colour_of(std::int64_t number) {
+  return fmt::format("hsl({},55%,65%)", number * 137 % 360);
+}
+
+}  // namespace
 
 std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors) {
   constexpr double kWidth = 900;
@@ -20,11 +45,7 @@ std::string gantt_svg(const Timeline& timeline, const std::string& title, int ma
   }
   processors = std::min(processors, max_processors);
   const double height = kTop + kRow * processors + 22;
-  std::string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" "
-      "viewBox=\"0 0 {0} {1}\" font-family=\"sans-serif\" font-size=\"12\">\n"
-      "<rect width=\"{0}\" height=\"{1}\" fill=\"#fff\"/>\n<text x=\"4\" y=\"16\">{2}</text>\n",
-      kWidth, height, title);
+  std::string svg = svg_head(kWidth, height, title);
   const double scale = kWidth / std::max(timeline.makespan, 1.0);
   for (const Interval& interval : timeline.intervals) {
     if (interval.processor >= processors) {
@@ -34,11 +55,9 @@ std::string gantt_svg(const Timeline& timeline, const std::string& title, int ma
     const double x = interval.begin * scale;
     const double wait = interval.waiting * scale;
     const double width = (interval.end - interval.begin) * scale - wait;
-    // Neighbouring units differ in hue.
-    svg += fmt::format(
-        "<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" "
-        "fill=\"hsl({},55%,65%)\"/>\n",
-        x, y, width, interval.unit * 137 % 360);
+    svg +=
+        fmt::format("<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"{}\"/>\n",
+                    x, y, width, colour_of(interval.unit));
     if (wait >= 0.05) {
       svg += fmt::format(
           "<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"#333\"/>\n",
@@ -64,14 +83,9 @@ std::string bars_svg(const std::vector<Kernel>& kernels, const Device& device) {
     longest = std::max({longest, a.mma, a.exp, a.shared});
   }
   const double height = kTop + kGroup * static_cast<double>(kernels.size()) + 4;
-  std::string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" "
-      "viewBox=\"0 0 {0} {1}\" font-family=\"sans-serif\" font-size=\"12\">\n"
-      "<rect width=\"{0}\" height=\"{1}\" fill=\"#fff\"/>\n"
-      "<text x=\"4\" y=\"16\">{2}: cycles of a CTA for a tile; blue products, orange exp, green "
-      "shared "
-      "memory</text>\n",
-      kWidth, height, device.name);
+  std::string svg = svg_head(
+      kWidth, height,
+      device.name + ": cycles of a CTA for a tile; blue products, orange exp, green shared memory");
   double y = kTop;
   for (const Kernel& kernel : kernels) {
     const Account a = account(kernel, device);
@@ -87,6 +101,126 @@ std::string bars_svg(const std::vector<Kernel>& kernels, const Device& device) {
       bar += kBar;
     }
     y += kGroup;
+  }
+  return svg + "</svg>\n";
+}
+
+std::string memory_svg(const MemoryPlan& standard, const MemoryPlan& recomputing) {
+  constexpr double kWidth = 760;
+  constexpr double kNames = 170;
+  constexpr double kRow = 16;
+  constexpr double kDecade = 55;  // bytes: of ten times as many
+  const auto rows = static_cast<double>(standard.lines.size() + recomputing.lines.size() + 2);
+  std::string svg =
+      svg_head(kWidth, 30 + kRow * rows,
+               "memory of a backward pass, a bar for each buffer, on a logarithmic scale");
+  double y = 26;
+  for (const auto& [name, plan] :
+       {std::pair{"P stored", &standard}, std::pair{"P made again", &recomputing}}) {
+    svg += fmt::format("<text x=\"4\" y=\"{:.0f}\" font-weight=\"bold\">{}</text>\n", y + 12, name);
+    y += kRow;
+    for (const MemoryLine& line : plan->lines) {
+      const double width = kDecade * std::log10(std::max(line.bytes / 1e3, 1.0));
+      svg += fmt::format(
+          "<text x=\"14\" y=\"{:.0f}\">{}</text>\n<rect x=\"{}\" y=\"{:.0f}\" width=\"{:.1f}\" "
+          "height=\"12\" fill=\"#4878d0\"/>\n<text x=\"{:.0f}\" y=\"{:.0f}\">{:.3g} GB</text>\n",
+          y + 12, escaped(line.buffer), kNames, y + 2, width, kNames + width + 4, y + 12,
+          line.bytes / 1e9);
+      y += kRow;
+    }
+  }
+  return svg + "</svg>\n";
+}
+
+std::string trace_svg(const Program& program, const std::vector<TraceEvent>& trace) {
+  constexpr double kNames = 190;
+  constexpr double kStep = 6;
+  constexpr double kRow = 18;
+  constexpr double kTop = 26;
+  const auto roles = static_cast<int>(program.roles.size());
+  const auto name_of_lane = [&](int lane) -> std::string {
+    if (lane >= 2 * roles) {
+      return "tensor pipe " + std::to_string(lane - 2 * roles);
+    }
+    const Role& role = program.roles[static_cast<std::size_t>(lane % roles)];
+    return role.name + " of CTA " + std::to_string(role.cta) + (lane < roles ? "" : ": copies");
+  };
+  std::vector<int> rows(static_cast<std::size_t>(2 * roles + program.pipes), -1);
+  for (const TraceEvent& event : trace) {
+    rows[static_cast<std::size_t>(event.lane)] = 0;
+  }
+  int row = 0;
+  std::string names;
+  for (std::size_t lane = 0; lane < rows.size(); ++lane) {
+    if (rows[lane] == 0) {
+      names += fmt::format("<text x=\"4\" y=\"{:.0f}\">{}</text>\n", kTop + kRow * row + 12,
+                           escaped(name_of_lane(static_cast<int>(lane))));
+      rows[lane] = row++;
+    }
+  }
+  const double width = kNames + kStep * static_cast<double>(trace.size()) + 10;
+  std::string svg =
+      svg_head(width, kTop + kRow * row + 8,
+               program.name + ": what happened, in its order; a colour is a tile of queries");
+  svg += names;
+  double x = kNames;
+  for (const TraceEvent& event : trace) {
+    svg += fmt::format(
+        "<rect x=\"{:.0f}\" y=\"{:.0f}\" width=\"{:.0f}\" height=\"14\" fill=\"{}\"><title>{}, "
+        "tile "
+        "{}</title></rect>\n",
+        x, kTop + kRow * rows[static_cast<std::size_t>(event.lane)], kStep, colour_of(event.step),
+        escaped(event.name), event.step);
+    x += kStep;
+  }
+  return svg + "</svg>\n";
+}
+
+std::string scatter_svg(const std::vector<PredictedPoint>& points,
+                        const std::vector<std::string>& series) {
+  constexpr double kSide = 520;
+  constexpr double kLegend = 14;
+  double low = 1;
+  double high = 1e-9;
+  for (const PredictedPoint& point : points) {
+    low = std::min({low, point.measured, point.predicted});
+    high = std::max({high, point.measured, point.predicted});
+  }
+  const double first = std::floor(std::log10(low));
+  const double decades = std::max(std::ceil(std::log10(high)) - first, 1.0);
+  const double height = kSide + 50 + kLegend * static_cast<double>(series.size());
+  const auto place = [&](double seconds) {
+    return kSide * (std::log10(seconds) - first) / decades;
+  };
+  std::string svg = svg_head(kSide + 60, height,
+                             "predicted (up) against measured (along) seconds; grey: within 15 %");
+  const auto x = [&](double seconds) { return 50 + place(seconds); };
+  const auto y = [&](double seconds) { return 34 + kSide - place(seconds); };
+  const double begin = std::pow(10, first);
+  const double end = std::pow(10, first + decades);
+  svg += fmt::format(
+      "<polygon points=\"{:.1f},{:.1f} {:.1f},{:.1f} {:.1f},{:.1f} {:.1f},{:.1f}\" "
+      "fill=\"#ddd\"/>\n",
+      x(begin), y(begin * 1.15), x(end), y(end * 1.15), x(end), y(end * 0.85), x(begin),
+      y(begin * 0.85));
+  for (double decade = first; decade <= first + decades; ++decade) {
+    const double seconds = std::pow(10, decade);
+    svg += fmt::format(
+        "<text x=\"4\" y=\"{0:.1f}\">{1:g}</text>\n<path d=\"M50 {0:.1f}H{2:.1f}M{3:.1f} "
+        "24V{4:.1f}\" "
+        "stroke=\"#bbb\"/>\n",
+        y(seconds), seconds, 50 + kSide, x(seconds), 34 + kSide);
+  }
+  for (const PredictedPoint& point : points) {
+    svg += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"2.5\" fill=\"{}\"/>\n",
+                       x(point.measured), y(point.predicted), colour_of(point.series));
+  }
+  for (std::size_t i = 0; i < series.size(); ++i) {
+    const double at = kSide + 44 + kLegend * static_cast<double>(i + 1);
+    svg += fmt::format(
+        "<circle cx=\"10\" cy=\"{:.0f}\" r=\"4\" fill=\"{}\"/><text x=\"20\" "
+        "y=\"{:.0f}\">{}</text>\n",
+        at - 4, colour_of(static_cast<std::int64_t>(i)), at, escaped(series[i]));
   }
   return svg + "</svg>\n";
 }

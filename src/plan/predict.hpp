@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/dtype.hpp"
+#include "core/mask.hpp"
 
 namespace flashgrad::plan {
 
@@ -15,34 +16,46 @@ struct Call {
   bool backward = false;
   DType dtype = DType::kF32;
   std::int64_t batch = 1;
-  std::int64_t heads = 1;
+  std::int64_t heads_q = 1;
+  std::int64_t heads_kv = 1;
   std::int64_t seqlen = 0;
+  std::vector<std::int32_t> lengths{};  // of a packed batch; empty: batch times seqlen
   std::int64_t head_dim = 0;
-  bool causal = false;
+  std::int64_t head_dim_v = 0;
+  BandMask mask{};
+  bool deterministic = false;
 
-  // By the convention of docs/performance.md.
+  // Tokens of the batch.
+  [[nodiscard]] std::int64_t tokens() const;
+  [[nodiscard]] bool causal() const { return mask.left >= kUnboundedFrom && mask.right == 0; }
+  // By the convention of docs/performance.md: visible pairs of one head, and what they cost.
+  [[nodiscard]] double pairs() const;
   [[nodiscard]] double flop() const;
+  bool operator==(const Call&) const = default;
 };
 
 // `f32_gflops`: the measured rate of f32 multiply-adds of all threads, AVX-512.
 double predict_cpu_seconds(const Call& call, double f32_gflops);
 
-// The whole call on an H200 whose SMs run at `clock_mhz`.
-double predict_sm90_seconds(const Call& call, double clock_mhz);
+// How the GPU was measured (docs/performance.md): in single calls cycles bind; in a loop the power
+// cap pulls the clock down.
+enum class Regime : std::uint8_t { kCool, kSustained };
+const char* name_of(Regime regime);
 
-// A measured row of a file in benchmarks/results.
-struct Measured {
-  std::string what;
-  Call call;
-  double seconds = 0;
-  double f32_gflops = 0;  // CPU: the peak beside which it was measured
-  double clock_mhz = 0;   // sm90
+// A kernel of a call.
+struct KernelTime {
+  std::string name;
+  double cycles = 0;         // of the SMs' clock, as long as the longest SM works
+  double busy = 0;           // share of them in which the tensor cores work
+  double fixed_seconds = 0;  // that no clock changes: launch, memory
 };
 
-// The rows that the model covers, of `flashgrad bench`, benchmarks/peers.py and the sm90 programs.
-// Throws std::invalid_argument if it is none of these.
-std::vector<Measured> measured_rows(const std::string& json);
+// What the sm90 backend launches for a call on an H200, in order.
+std::vector<KernelTime> predict_sm90_kernels(const Call& call);
 
-double predict_seconds(const Measured& row);
+double seconds_of(const KernelTime& kernel, Regime regime);
+
+// The SMs' clock while a kernel keeps the tensor cores busy for this share of the time.
+double clock_mhz(Regime regime, double busy);
 
 }  // namespace flashgrad::plan

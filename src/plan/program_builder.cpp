@@ -210,9 +210,12 @@ const std::vector<ProgramChoice>& programs() {
        [](const HeadData& data, int first_key) {
          return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD128Cluster));
        }},
+      {"sm90-d128-ordered", "sm90-backward-D128Ordered", 256, 128,
+       [](const HeadData& data, int first_key) {
+         return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD128Ordered));
+       }},
   };
   return kPrograms;
-  ;
 }
 
 const ProgramChoice& find_program(const std::string& name) {
@@ -231,6 +234,9 @@ SimulationResult run_backward(const ProgramChoice& program, HeadData& data, std:
   for (int first_key = 0; first_key < data.keys; first_key += program.keys) {
     SimulationResult part = run(program.make(data, first_key), data, seed);
     result.faults.insert(result.faults.end(), part.faults.begin(), part.faults.end());
+    if (first_key == 0) {
+      result.trace = std::move(part.trace);
+    }
     result.shared_bytes.resize(part.shared_bytes.size());
     for (std::size_t cta = 0; cta < part.shared_bytes.size(); ++cta) {
       for (std::size_t use = 0; use < kNumUses; ++use) {

@@ -47,8 +47,10 @@ class Fa4 {
         build_(ctas == 2 ? "FlashAttention-4, pair" : "FlashAttention-4", ctas) {}
 
   Program make() {
-    place();
-    make_barriers();
+    build_.tensor("S and P", 0, kTile);
+    build_.tensor("dP, dS and dQ", kTile, kTile);
+    build_.tensor("dV", 2 * kTile, d_);
+    build_.tensor("dK", 2 * kTile + d_, d_);
     const int pipe = build_.add_pipe();
     for (int cta = 0; cta < ctas_; ++cta) {
       write_loads(cta);
@@ -79,26 +81,6 @@ class Fa4 {
     return {name, Store::kTensor, cta, column * 4, kTensorRowBytes, rows, columns, element, fold};
   }
 
-  // Where everything lies. With a pair Q and dO lie twice: half the rows and half the columns.
-  void place() {
-    k_ = build_.shared("K", kTile * d_ * 2);
-    v_ = build_.shared("V", kTile * d_ * 2);
-    kt_ = pair() ? build_.shared("K of both, half the columns", 2 * kTile * d_ / 2 * 2) : k_;
-    q_rows_ = build_.shared("Q", rows_ * d_ * 2);
-    q_other_ = build_.shared(pair() ? "Q, half the columns" : "Q", kTile * d_ / ctas_ * 2);
-    do_rows_ = build_.shared("dO", rows_ * d_ * 2);
-    do_columns_ = pair() ? build_.shared("dO, half the columns", kTile * d_ / 2 * 2) : do_rows_;
-    ds_ = build_.shared("dS", kTile * kTile * 2);
-    send_ = pair() ? build_.shared("dS for the peer", kTile * kTile / 2 * 2) : 0;
-    dq_stage_ = build_.shared("dQ", kDqStages * rows_ * kDqChunk * 4);
-    lse_ = build_.shared("lse", kTile * 4);
-    delta_ = build_.shared("delta", kTile * 4);
-    build_.tensor("S and P", 0, kTile);
-    build_.tensor("dP, dS and dQ", kTile, kTile);
-    build_.tensor("dV", 2 * kTile, d_);
-    build_.tensor("dK", 2 * kTile + d_, d_);
-  }
-
   // Barriers of the leader have an arrival from each CTA, the others are one in each CTA.
   struct OnBoth {
     int at[2];
@@ -114,36 +96,6 @@ class Fa4 {
     return {barrier.at, barrier.at + ctas_};
   }
   int on_leader(const std::string& name) { return build_.barrier(name, 0, ctas_); }
-
-  void make_barriers() {
-    k_full_ = on_leader("K full");
-    v_full_ = on_leader("V full");
-    kt_full_ = on_leader("K of both full");
-    q_full_[0] = on_leader("Q full");
-    q_full_[1] = on_leader(pair() ? "Q columns full" : "Q full, stage 1");
-    do_full_[0] = on_leader("dO full");
-    do_full_[1] = on_leader("dO columns full");
-    p_full_ = on_leader("P full");
-    dp_read_ = on_leader("dP read");
-    ds_full_ = on_leader("dS full");
-    exchanged_ = on_leader("dS exchanged");
-    dq_read_ = on_leader("dQ read");
-    q_empty_[0] = on_both("Q empty");
-    q_empty_[1] = on_both(pair() ? "Q columns empty" : "Q empty, stage 1");
-    do_empty_[0] = on_both("dO empty");
-    do_empty_[1] = on_both("dO columns empty");
-    s_full_ = on_both("S full");
-    dp_full_ = on_both("dP full");
-    dq_full_ = on_both("dQ full");
-    ds_empty_ = on_both("dS empty");
-    done_ = on_both("done");
-    lse_full_ = on_both("lse full");
-    lse_empty_ = on_both("lse empty");
-    delta_full_ = on_both("delta full");
-    delta_empty_ = on_both("delta empty");
-    send_full_ = on_both("dS to send");
-    landed_ = on_both("dS landed");
-  }
 
   // Operands.
   Access k(int cta) const { return {shared("K", cta, k_, kTile, d_), "K", 0, kOperands}; }
@@ -471,16 +423,45 @@ class Fa4 {
   std::vector<int> blocks_;
   int steps_;
   ProgramBuilder build_;
-  int k_ = 0, v_ = 0, kt_ = 0, q_rows_ = 0, q_other_ = 0, do_rows_ = 0, do_columns_ = 0, ds_ = 0,
-      send_ = 0, dq_stage_ = 0, lse_ = 0, delta_ = 0;
-  int k_full_ = 0, v_full_ = 0, kt_full_ = 0, p_full_ = 0, dp_read_ = 0, ds_full_ = 0,
-      exchanged_ = 0, dq_read_ = 0;
-  int q_full_[2] = {};
-  int do_full_[2] = {};
-  OnBoth q_empty_[2] = {};
-  OnBoth do_empty_[2] = {};
-  OnBoth s_full_{}, dp_full_{}, dq_full_{}, ds_empty_{}, done_{}, lse_full_{}, lse_empty_{},
-      delta_full_{}, delta_empty_{}, send_full_{}, landed_{};
+
+  // Where everything lies. With a pair Q and dO lie twice: half the rows and half the columns.
+  int k_ = build_.shared("K", kTile* d_ * 2);
+  int v_ = build_.shared("V", kTile* d_ * 2);
+  int kt_ = pair() ? build_.shared("K of both, half the columns", 2 * kTile * d_ / 2 * 2) : k_;
+  int q_rows_ = build_.shared("Q", rows_* d_ * 2);
+  int q_other_ = build_.shared(pair() ? "Q, half the columns" : "Q", kTile* d_ / ctas_ * 2);
+  int do_rows_ = build_.shared("dO", rows_* d_ * 2);
+  int do_columns_ = pair() ? build_.shared("dO, half the columns", kTile* d_ / 2 * 2) : do_rows_;
+  int ds_ = build_.shared("dS", kTile* kTile * 2);
+  int send_ = pair() ? build_.shared("dS for the peer", kTile* kTile / 2 * 2) : 0;
+  int dq_stage_ = build_.shared("dQ", kDqStages* rows_* kDqChunk * 4);
+  int lse_ = build_.shared("lse", kTile * 4);
+  int delta_ = build_.shared("delta", kTile * 4);
+
+  int k_full_ = on_leader("K full");
+  int v_full_ = on_leader("V full");
+  int kt_full_ = on_leader("K of both full");
+  int q_full_[2] = {on_leader("Q full"), on_leader(pair() ? "Q columns full" : "Q full, stage 1")};
+  int do_full_[2] = {on_leader("dO full"), on_leader("dO columns full")};
+  int p_full_ = on_leader("P full");
+  int dp_read_ = on_leader("dP read");
+  int ds_full_ = on_leader("dS full");
+  int exchanged_ = on_leader("dS exchanged");
+  int dq_read_ = on_leader("dQ read");
+  OnBoth q_empty_[2] = {on_both("Q empty"),
+                        on_both(pair() ? "Q columns empty" : "Q empty, stage 1")};
+  OnBoth do_empty_[2] = {on_both("dO empty"), on_both("dO columns empty")};
+  OnBoth s_full_ = on_both("S full");
+  OnBoth dp_full_ = on_both("dP full");
+  OnBoth dq_full_ = on_both("dQ full");
+  OnBoth ds_empty_ = on_both("dS empty");
+  OnBoth done_ = on_both("done");
+  OnBoth lse_full_ = on_both("lse full");
+  OnBoth lse_empty_ = on_both("lse empty");
+  OnBoth delta_full_ = on_both("delta full");
+  OnBoth delta_empty_ = on_both("delta empty");
+  OnBoth send_full_ = on_both("dS to send");
+  OnBoth landed_ = on_both("dS landed");
 };
 
 }  // namespace

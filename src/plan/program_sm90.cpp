@@ -3,7 +3,8 @@
 // configuration and the shared-memory layout of config.hpp, operation by operation as bwd_dq.cuh,
 // bwd_load.cuh and bwd_consumer.cuh issue them. A warpgroup is one agent here, so counts of
 // arrivals are of warpgroups; the ping-pong token, which orders products but no data, is left out,
-// and so are the prefetch of S behind the last step and the clearing of rows that must not be read.
+// and so are the prefetch of S behind the last step, the clearing of rows that must not be read,
+// and the turns of an ordered variant, which are between clusters.
 #include <stdexcept>
 
 #include "cuda/sm90/config.hpp"
@@ -81,7 +82,7 @@ class Sm90 {
     b.ds_full = ring("ds_full", c_.ds_stages, kConsumers);
     b.ds_empty = ring("ds_empty", c_.ds_stages, c_.cluster);
     if (pair) {
-      b.peer_ds_full = ring("peer_ds_full", c_.ds_stages, 1);
+      b.peer_ds_full = ring("peer_ds_full", c_.ds_stages, c_.consumers_send() ? kConsumers : 1);
       b.peer_ds_empty = ring("peer_ds_empty", c_.ds_stages, 1);
     }
     barriers_.push_back(b);
@@ -214,10 +215,12 @@ class Sm90 {
     Barriers& other = at(1 - cta);
     load_half_step(role, cta, step + kAhead, true);
     wait_full(role, b.ds_full, step);
-    wait_empty(role, b.peer_ds_empty, step);
-    role.copy("dS", {ds(cta, step), "dS", step, kExchanged},
-              {{peer_ds(1 - cta, step), "dS", step, kExchanged}},
-              {stage_of(other.peer_ds_full, step)});
+    if (!c_.consumers_send()) {
+      wait_empty(role, b.peer_ds_empty, step);
+      role.copy("dS", {ds(cta, step), "dS", step, kExchanged},
+                {{peer_ds(1 - cta, step), "dS", step, kExchanged}},
+                {stage_of(other.peer_ds_full, step)});
+    }
     role.product("dQ", {{sum, "dQ", 2 * step}}, {}, {{ds(cta, step), "dS", step, kOperands}},
                  {{k(cta).part(0, c_.block_n(), 64 * cta, 64), "K", 0, kOperands}},
                  {.transpose_a = true});
@@ -329,6 +332,14 @@ class Sm90 {
       role.product("dK", {{dk[block], "dK", step}}, before(dk[block], "dK", step),  // (6)
                    {{rds, "dS", count}}, {{q(cta, step), "Q", step, kOperands}}, {});
       role.commit();
+      if (c_.consumers_send()) {
+        wait_empty(role, b.peer_ds_empty, count);
+        const auto own = [&](const View& stage) {
+          return Access{stage.part(64 * consumer, 64, 0, kM), "dS", count, kExchanged};
+        };
+        role.copy("dS", own(ds(cta, count)), {own(peer_ds(1 - cta, count))},
+                  {stage_of(at(1 - cta).peer_ds_full, count)});
+      }
       role.arrive({stage_of(b.ds_full, count)});
       if (!c_.in_place) {
         role.wait_products(1);

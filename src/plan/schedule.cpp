@@ -3,6 +3,7 @@
 #include "plan/schedule.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <queue>
 #include <stdexcept>
@@ -312,11 +313,26 @@ Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& t
   return Simulation(problem, tiles, policy, machine).run();
 }
 
+double list_makespan(const std::vector<WorkTile>& tiles, int processors, double step_cycles,
+                     double tile_cycles) {
+  std::priority_queue<double, std::vector<double>, std::greater<>> free_at(
+      std::greater<>(), std::vector<double>(static_cast<std::size_t>(processors), 0));
+  double makespan = 0;
+  for (const WorkTile& tile : tiles) {
+    const double end = free_at.top() + tile_cycles + step_cycles * static_cast<double>(tile.steps);
+    free_at.pop();
+    free_at.push(end);
+    makespan = std::max(makespan, end);
+  }
+  return makespan;
+}
+
 double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv) {
   const auto d = static_cast<double>(problem.head_dim);
+  const auto dv = static_cast<double>(problem.width_v());
   const auto group = static_cast<double>(problem.heads_q) / static_cast<double>(problem.heads_kv);
-  return problem.backward ? group * static_cast<double>(seqlen_q) * (2 * d + 2 * d + 4 * d)
-                          : static_cast<double>(seqlen_kv) * 4 * d;
+  return problem.backward ? group * static_cast<double>(seqlen_q) * (2 * d + 2 * dv + 4 * d)
+                          : static_cast<double>(seqlen_kv) * 2 * (d + dv);
 }
 
 }  // namespace flashgrad::plan

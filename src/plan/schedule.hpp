@@ -22,8 +22,11 @@ struct ScheduleProblem {
   std::int64_t heads_q = 1;
   std::int64_t heads_kv = 1;
   std::int64_t head_dim = 128;
+  std::int64_t head_dim_v = 0;  // 0: head_dim
   BandMask mask;
   std::int64_t section = 1;  // heads whose tiles are launched together: swizzled
+
+  [[nodiscard]] std::int64_t width_v() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
 
 struct WorkTile {
@@ -77,6 +80,16 @@ struct TileSize {
 std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
                                    const TileSize& tile);
 
+// The backward above head dim 128 runs in passes, each a kernel for the keys and one for dq
+// (docs/gpu-backward.md), with the workspace that it prefers. A tile of a cluster appears once.
+struct WidePassTiles {
+  std::vector<WorkTile> keys;
+  std::vector<WorkTile> queries;
+};
+std::vector<WidePassTiles> wide_launch_order(const ScheduleProblem& problem,
+                                             int num_multiprocessors, std::int64_t l2_bytes);
+int wide_cluster(const ScheduleProblem& problem);  // CTAs of a cluster, in both kernels
+
 struct Machine {
   int processors = 132;  // SMs, or clusters
   double step_cycles = 2560;
@@ -111,14 +124,20 @@ struct Timeline {
 Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& tiles,
                   const Policy& policy, const Machine& machine);
 
+// The makespan of tiles that wait for nobody on processors of one speed.
+double list_makespan(const std::vector<WorkTile>& tiles, int processors, double step_cycles,
+                     double tile_cycles);
+
 // Bytes that the tiles of a head share: q, dout and the f32 dq sums (backward), k and v (forward).
 double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv);
 
-// Heads whose such bytes fill the share of the L2 that the sm90 kernels give them (bwd_section.hpp,
-// units_per_section in fwd_launch.cu).
-std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes);
+// Heads that the sm90 kernels launch together: those whose such bytes fill a share of the L2
+// (bwd_section.hpp, units_per_section in fwd_launch.cu), and with rotating tiles as many as fill
+// `processors` SMs or clusters with first rounds.
+std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy,
+                            const TileSize& tile, int processors, double l2_bytes);
 
-// Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
-std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);
+// 0 and the sums of the first one, two, ... lengths.
+std::vector<std::int32_t> cumulative(const std::vector<std::int32_t>& lengths);
 
 }  // namespace flashgrad::plan

@@ -13,10 +13,15 @@
 namespace flashgrad::plan {
 namespace {
 
-std::vector<std::int32_t> offsets(const std::vector<std::int32_t>& lengths) {
-  std::vector<std::int32_t> cu_seqlens(lengths.size() + 1, 0);
-  std::partial_sum(lengths.begin(), lengths.end(), cu_seqlens.begin() + 1);
-  return cu_seqlens;
+// Neighbouring key blocks of `keys` that rotating tiles launch together, as in bwd_launch.cu.
+std::int64_t kernel_round(const ScheduleProblem& problem, bool packed, std::int64_t keys,
+                          std::int64_t max_round) {
+  const auto batch = static_cast<std::int64_t>(packed ? problem.packed_q.size() : 1);
+  const std::int64_t key_blocks = sm90::num_blocks(packed, batch, problem.seqlen_kv, keys);
+  return packed ? key_blocks
+                : sm90::rotation((problem.seqlen_q + sm90::kBlockM - 1) / sm90::kBlockM, key_blocks,
+                                 max_round)
+                      .round;
 }
 
 // `max_round`: of rotating tiles; negative: not an ordered kernel.
@@ -24,8 +29,8 @@ template <int kKeys, int kCluster>
 std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_t section,
                                      int max_round) {
   const bool packed = !problem.packed_q.empty();
-  const std::vector<std::int32_t> cu_q = offsets(problem.packed_q);
-  const std::vector<std::int32_t> cu_kv = offsets(problem.packed_kv);
+  const std::vector<std::int32_t> cu_q = cumulative(problem.packed_q);
+  const std::vector<std::int32_t> cu_kv = cumulative(problem.packed_kv);
   sm90::BwdParams params{};
   params.sequences.batch =
       packed ? static_cast<std::int64_t>(problem.packed_q.size()) : problem.batch;
@@ -37,17 +42,14 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
   params.heads_kv = problem.heads_kv;
   params.group = problem.heads_q / problem.heads_kv;
   params.head_dim = problem.head_dim;
-  params.head_dim_v = problem.head_dim;
+  params.head_dim_v = problem.width_v();
   params.num_kv_blocks = sm90::num_blocks(packed, packed ? params.sequences.batch : 1,
                                           params.sequences.rows_kv, std::int64_t{kKeys} * kCluster);
   params.num_units = (packed ? 1 : problem.batch) * problem.heads_kv;
   params.section = std::min(section, params.num_units);
   if (max_round > 0) {
     params.max_round = max_round;
-    params.round = packed ? params.num_kv_blocks
-                          : sm90::rotation((problem.seqlen_q + sm90::kBlockM - 1) / sm90::kBlockM,
-                                           params.num_kv_blocks, max_round)
-                                .round;
+    params.round = kernel_round(problem, packed, std::int64_t{kKeys} * kCluster, max_round);
   }
   const std::int64_t blocks_per_head =
       sm90::num_blocks(packed, params.sequences.batch, params.sequences.rows_q, sm90::kBlockM);
@@ -150,6 +152,10 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
   return tiles;
 }
 
+bool hides_nothing(const ScheduleProblem& problem) {
+  return problem.mask.left >= kUnboundedFrom && problem.mask.right >= kUnboundedFrom;
+}
+
 std::vector<WorkTile> backward_order(const ScheduleProblem& problem, const TileSize& tile,
                                      std::int64_t section, int max_round) {
   if (tile.cluster == 2 && tile.keys == 128) {
@@ -195,6 +201,12 @@ void sort_in_sections(std::vector<WorkTile>& tiles, bool packed, std::int64_t se
 
 }  // namespace
 
+std::vector<std::int32_t> cumulative(const std::vector<std::int32_t>& lengths) {
+  std::vector<std::int32_t> sums(lengths.size() + 1, 0);
+  std::partial_sum(lengths.begin(), lengths.end(), sums.begin() + 1);
+  return sums;
+}
+
 std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
                                    const TileSize& tile) {
   const std::int64_t section = policy.swizzled ? problem.section : 1;
@@ -203,9 +215,7 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
     return forward_order(problem, tile, section, policy.launch == Policy::Launch::kLongestFirst);
   }
   if (policy.turns == Policy::Turns::kKernel) {
-    const bool rotates =
-        problem.mask.left >= kUnboundedFrom && problem.mask.right >= kUnboundedFrom;
-    return backward_order(problem, tile, section, rotates ? tile.max_round : 0);
+    return backward_order(problem, tile, section, hides_nothing(problem) ? tile.max_round : 0);
   }
   std::vector<WorkTile> tiles = backward_order(problem, tile, section, -1);
   switch (policy.launch) {
@@ -221,14 +231,23 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
   return tiles;
 }
 
-std::int64_t heads_in_l2(const ScheduleProblem& problem, double l2_bytes) {
+std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy,
+                            const TileSize& tile, int processors, double l2_bytes) {
+  const bool packed = !problem.packed_q.empty();
   const double bytes = unit_bytes(problem, problem.seqlen_q, problem.seqlen_kv);
-  if (problem.backward) {
-    const std::int64_t batch = problem.packed_q.empty() ? problem.batch : 1;
-    return sm90::bwd_section(batch * problem.heads_kv, static_cast<std::int64_t>(bytes), 1,
-                             static_cast<std::int64_t>(l2_bytes));
+  if (!problem.backward) {
+    const std::int64_t group = problem.heads_q / problem.heads_kv;
+    return group * std::max<std::int64_t>(1, static_cast<std::int64_t>(l2_bytes / 2 / bytes));
   }
-  return std::max<std::int64_t>(1, static_cast<std::int64_t>(l2_bytes / 2 / bytes));
+  std::int64_t at_least = 1;
+  if (policy.turns == Policy::Turns::kKernel && hides_nothing(problem)) {
+    const std::int64_t round = std::max<std::int64_t>(
+        1, kernel_round(problem, packed, std::int64_t{tile.keys} * tile.cluster, tile.max_round));
+    at_least = (processors + round - 1) / round;
+  }
+  return sm90::bwd_section((packed ? 1 : problem.batch) * problem.heads_kv,
+                           static_cast<std::int64_t>(bytes), at_least,
+                           static_cast<std::int64_t>(l2_bytes));
 }
 
 }  // namespace flashgrad::plan

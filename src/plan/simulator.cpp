@@ -100,7 +100,8 @@ class Engine {
     }
   }
 
-  void execute(const Operation& operation, int by) {
+  void execute(const Operation& operation, int by, std::size_t lane) {
+    result_.trace.push_back({static_cast<int>(lane), operation.name, operation.step});
     std::vector<Matrix> inputs;
     for (const Access& access : operation.reads) {
       inputs.push_back(memories_.read(operation, access, by));
@@ -168,7 +169,7 @@ class Engine {
     const auto self = static_cast<int>(role);
     switch (operation.kind) {
       case Operation::Kind::kCompute:
-        execute(operation, self);
+        execute(operation, self, role);
         break;
       case Operation::Kind::kProduct:
       case Operation::Kind::kCommit: {
@@ -228,7 +229,7 @@ class Engine {
     agent(self).cta = program_.roles[static_cast<std::size_t>(job.agent)].cta;
     join(agent(self).clock, issued_clocks_[static_cast<const void*>(job.operation)]);
     if (job.operation->kind == Operation::Kind::kProduct) {
-      execute(*job.operation, self);
+      execute(*job.operation, self, 2 * program_.roles.size() + pipe);
     } else {
       pipe_groups_[pipe].push_back(agent(self).clock);
       arrive(*job.operation, self);
@@ -241,7 +242,7 @@ class Engine {
                                   [](const Job& j) { return j.agent >= 0; });
     const Job taken = *job;
     job->agent = -1;
-    execute(*taken.operation, taken.agent);
+    execute(*taken.operation, taken.agent, program_.roles.size() + role);
     done_copies_[role].push_back(agent(taken.agent).clock);
     arrive(*taken.operation, taken.agent);
   }

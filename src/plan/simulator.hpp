@@ -162,8 +162,16 @@ struct Fault {
   std::string message;
 };
 
+// Something done: by role `lane`, by a copy of role lane - roles, or by pipe lane - 2 * roles.
+struct TraceEvent {
+  int lane;
+  std::string name;
+  int step;
+};
+
 struct SimulationResult {
   std::vector<Fault> faults;                               // the first few
+  std::vector<TraceEvent> trace;                           // in the order in which it happened
   std::vector<std::array<double, kNumUses>> shared_bytes;  // counted, of each CTA
 };
 
@@ -211,7 +219,7 @@ const std::vector<ProgramChoice>& programs();
 const ProgramChoice& find_program(const std::string& name);
 
 // The whole backward of a head: the program for all keys, one after the other; the results are
-// summed up, and dq is scaled at the end.
+// summed up, and dq is scaled at the end. The trace is that of the first keys.
 SimulationResult run_backward(const ProgramChoice& program, HeadData& data, std::uint64_t seed = 1);
 
 }  // namespace flashgrad::plan

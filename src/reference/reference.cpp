@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs reference.hpp over whole problems. Every element of every output is computed by one thread
-// in one order, so the bits do not depend on the number of threads, and no workspace is needed.
+// in one order, so the bits do not depend on the number of threads. The workspace is a Scratch for
+// each thread.
 #include "reference/reference.hpp"
 
+#include <omp.h>
+
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 
 #include "reference/reference_backend.hpp"
 
 namespace flashgrad {
 namespace {
 
-using reference::Block;
 using reference::Head;
 using reference::kBlock;
+using Scratch = reference::Scratch<double>;
 using Exact = reference::Formula<double>;
 
 // A block of consecutive rows or keys [begin, end) as the list that reference.hpp takes.
@@ -56,7 +61,19 @@ Status supports(const Problem& p, Pass /*pass*/) {
   return {};
 }
 
-WorkspaceSize workspace_size(const Problem& /*problem*/, Pass /*pass*/) { return {}; }
+// A call may get fewer threads than it asks for, not more.
+WorkspaceSize workspace_size(const Problem& p, Pass /*pass*/) {
+  const std::size_t bytes = static_cast<std::size_t>(std::max(p.num_threads, 1)) * sizeof(Scratch);
+  return {bytes + alignof(Scratch), bytes + alignof(Scratch)};
+}
+
+// That of the thread that asks.
+Scratch& scratch_of_thread(const Args& a) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(a.workspace);
+  const std::size_t pad = (alignof(Scratch) - begin % alignof(Scratch)) % alignof(Scratch);
+  auto* first = reinterpret_cast<Scratch*>(static_cast<std::byte*>(a.workspace) + pad);
+  return first[omp_get_thread_num()];
+}
 
 Status forward(const Problem& p, const Args& a) {
   const Exact f(p);
@@ -69,18 +86,17 @@ Status forward(const Problem& p, const Args& a) {
 #pragma omp parallel num_threads(p.num_threads)
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const Sequence s = sequence(p, a, b);
+    Scratch& scratch = scratch_of_thread(a);
 #pragma omp for collapse(2) schedule(dynamic) nowait
     for (std::int64_t h = 0; h < p.heads_q; ++h) {
       for (std::int64_t begin = 0; begin < s.band.seqlen_q; begin += kBlock) {
         const Head head{p, a, s, h};
         const Consecutive rows(begin, s.band.seqlen_q);
-        Block<double> out;
-        std::array<double, kBlock> lse;
-        reference::forward_rows(f, head, rows.index.data(), rows.size, out, lse);
+        reference::forward_rows(f, head, rows.index.data(), rows.size, scratch);
         for (int r = 0; r < rows.size; ++r) {
-          store_row(a.out, head.q(a.out, begin + r), p.head_dim_v, out[r].data());
+          store_row(a.out, head.q(a.out, begin + r), p.head_dim_v, scratch.out[r].data());
           if (a.lse) {
-            store_row(a.lse, head.q(a.lse, begin + r), 1, &lse[r]);
+            store_row(a.lse, head.q(a.lse, begin + r), 1, &scratch.lse[r]);
           }
         }
       }
@@ -107,15 +123,15 @@ Status backward(const Problem& p, const Args& a) {
 #pragma omp parallel num_threads(p.num_threads)
   for (std::int64_t b = 0; b < p.batch; ++b) {
     const Sequence s = sequence(p, a, b);
+    Scratch& scratch = scratch_of_thread(a);
 #pragma omp for collapse(2) schedule(dynamic) nowait
     for (std::int64_t h = 0; h < p.heads_q; ++h) {
       for (std::int64_t begin = 0; begin < (a.dq ? s.band.seqlen_q : 0); begin += kBlock) {
         const Head head{p, a, s, h};
         const Consecutive rows(begin, s.band.seqlen_q);
-        Block<double> dq;
-        reference::backward_rows(f, head, rows.index.data(), rows.size, dq);
+        reference::backward_rows(f, head, rows.index.data(), rows.size, scratch);
         for (int r = 0; r < rows.size; ++r) {
-          store_row(a.dq, head.q(a.dq, begin + r), p.head_dim, dq[r].data());
+          store_row(a.dq, head.q(a.dq, begin + r), p.head_dim, scratch.dq[r].data());
         }
       }
     }
@@ -124,15 +140,13 @@ Status backward(const Problem& p, const Args& a) {
       for (std::int64_t begin = 0; begin < (a.dk || a.dv ? s.band.seqlen_kv : 0); begin += kBlock) {
         const Head head{p, a, s, h * p.group()};
         const Consecutive keys(begin, s.band.seqlen_kv);
-        Block<double> dk;
-        Block<double> dv;
-        reference::backward_keys(f, head, keys.index.data(), keys.size, dk, dv);
+        reference::backward_keys(f, head, keys.index.data(), keys.size, scratch);
         for (int c = 0; c < keys.size; ++c) {
           if (a.dk) {
-            store_row(a.dk, head.kv(a.dk, begin + c), p.head_dim, dk[c].data());
+            store_row(a.dk, head.kv(a.dk, begin + c), p.head_dim, scratch.dk[c].data());
           }
           if (a.dv) {
-            store_row(a.dv, head.kv(a.dv, begin + c), p.head_dim_v, dv[c].data());
+            store_row(a.dv, head.kv(a.dv, begin + c), p.head_dim_v, scratch.dv[c].data());
           }
         }
       }

@@ -21,6 +21,8 @@
 
 namespace flashgrad::reference {
 
+inline constexpr double kMaxF32 = std::numeric_limits<float>::max();
+
 // Rows or keys of one call. Each key is loaded and converted once for this many rows.
 inline constexpr int kBlock = 8;
 
@@ -28,6 +30,15 @@ template <class R>
 using Row = std::array<R, kMaxHeadDim>;
 template <class R>
 using Block = std::array<Row<R>, kBlock>;
+
+// Where one thread computes: operands and results of a call of the functions below. Too much for
+// the stack of a thread, which may be small; a few rows of 2 KB stand there.
+template <class R>
+struct Scratch {
+  Block<R> q, dout, k, v;  // the rows, or the keys, of the call
+  Block<R> out, dq, dk, dv;
+  std::array<R, kBlock> lse;
+};
 
 // The scalar equations of docs/semantics.md, exact to the accuracy of R.
 template <class R>
@@ -185,8 +196,15 @@ template <class R>
 struct RowState {
   bool empty = true;  // adds nothing to any gradient
   R lse = 0;
+  bool lse_is_f32 = false;
   R delta = 0;
   R dlse = 0;
+
+  // s to be compared with lse: rounded as it is. Where one key outweighs all others lse is its s,
+  // and p is 1, however large they are.
+  [[nodiscard]] R like_lse(R s) const {
+    return lse_is_f32 ? static_cast<R>(static_cast<float>(s)) : s;
+  }
 };
 
 // delta_i = <dout_i, out_i>; also loads dout_i. An empty row (lse = +-inf) and one that sees only
@@ -201,6 +219,7 @@ RowState<R> load_row_state(const Head& head, std::int64_t i, Row<R>& dout) {
   }
   state.empty = false;
   state.lse = static_cast<R>(lse);
+  state.lse_is_f32 = a.lse.dtype == DType::kF32;
   if (a.dlse) {
     state.dlse = static_cast<R>(load_f64(a.dlse.data, a.dlse.dtype, head.q(a.dlse, i)));
   }
@@ -213,16 +232,18 @@ RowState<R> load_row_state(const Head& head, std::int64_t i, Row<R>& dout) {
   return state;
 }
 
-// lse_i = log( sum_{visible j} exp(s_ij) + exp(sink) )  and  out_i = sum_j p_ij v_j  of ascending
-// `rows` of one head.
+// scratch.lse, out: lse_i = log( sum_{visible j} exp(s_ij) + exp(sink) )  and
+// out_i = sum_j p_ij v_j  of ascending `rows` of one head.
 template <class F, class R = typename F::Real>
 void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int num_rows,
-                  Block<R>& out, std::array<R, kBlock>& lse) {
+                  Scratch<R>& scratch) {
   const Args& a = head.args;
   const Band& band = head.sequence.band;
   const std::int64_t d = head.problem.head_dim;
   const std::int64_t dv = head.problem.head_dim_v;
-  Block<R> q;
+  Block<R>& q = scratch.q;
+  Block<R>& out = scratch.out;
+  std::array<R, kBlock>& lse = scratch.lse;
   Row<R> k;
   Row<R> v;
   // The running maximum m and the sum l of exp(s - m): a later, higher m rescales l. exp(s - s) is
@@ -251,8 +272,12 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
       }
     }
   }
+  // An lse of f32 that the logits exceed is NaN, and so is the row: +inf would call it empty.
+  const double highest =
+      head.problem.dtype == DType::kF64 ? std::numeric_limits<double>::max() : kMaxF32;
   for (int r = 0; r < num_rows; ++r) {
-    lse[r] = static_cast<R>(m[r] + std::log(l[r]));
+    const double x = m[r] + std::log(l[r]);
+    lse[r] = x > highest ? std::numeric_limits<R>::quiet_NaN() : static_cast<R>(x);
   }
   for (std::int64_t j = keys.begin; j < keys.end; ++j) {
     load_row(a.k, head.kv(a.k, j), d, k);
@@ -273,17 +298,18 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
   }
 }
 
-// dq_i = scale * sum_j ds_ij k_j  of ascending `rows` of one head, from args.out, args.lse,
-// args.dout and args.dlse.
+// scratch.dq: dq_i = scale * sum_j ds_ij k_j  of ascending `rows` of one head, from args.out,
+// args.lse, args.dout and args.dlse.
 template <class F, class R = typename F::Real>
 void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int num_rows,
-                   Block<R>& dq) {
+                   Scratch<R>& scratch) {
   const Args& a = head.args;
   const Band& band = head.sequence.band;
   const std::int64_t d = head.problem.head_dim;
   const std::int64_t dv = head.problem.head_dim_v;
-  Block<R> q;
-  Block<R> dout;
+  Block<R>& q = scratch.q;
+  Block<R>& dout = scratch.dout;
+  Block<R>& dq = scratch.dq;
   std::array<RowState<R>, kBlock> state;
   Row<R> k;
   Row<R> v;
@@ -301,7 +327,7 @@ void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int n
         continue;
       }
       const R s = f.round(f.logit(dot(q[r], k, d)));
-      const R p = f.round(f.probability(s, state[r].lse));
+      const R p = f.round(f.probability(state[r].like_lse(s), state[r].lse));
       const R dp = a.dout ? f.round(dot(dout[r], v, dv)) : R{0};
       const R ds = f.round(f.dlogit(s, p, dp, state[r].delta, state[r].dlse));
       add_scaled(dq[r], ds, k, d);
@@ -314,18 +340,20 @@ void backward_rows(const F& f, const Head& head, const std::int64_t* rows, int n
   }
 }
 
-// dk_j = scale * sum_i ds_ij q_i  and  dv_j = sum_i p_ij dout_i  of ascending `keys` of one kv
-// head, the sums over all query heads of its group (head.head_q is the first). Without dout, dv is
-// exactly 0.
+// scratch.dk, dv: dk_j = scale * sum_i ds_ij q_i  and  dv_j = sum_i p_ij dout_i  of ascending
+// `keys` of one kv head, the sums over all query heads of its group (head.head_q is the first).
+// Without dout, dv is exactly 0.
 template <class F, class R = typename F::Real>
-void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys, Block<R>& dk,
-                   Block<R>& dv) {
+void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys,
+                   Scratch<R>& scratch) {
   const Args& a = head.args;
   const Band& band = head.sequence.band;
   const std::int64_t d = head.problem.head_dim;
   const std::int64_t d_v = head.problem.head_dim_v;
-  Block<R> k;
-  Block<R> v;
+  Block<R>& k = scratch.k;
+  Block<R>& v = scratch.v;
+  Block<R>& dk = scratch.dk;
+  Block<R>& dv = scratch.dv;
   Row<R> q;
   Row<R> dout;
   for (int c = 0; c < num_keys; ++c) {
@@ -349,7 +377,7 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
           continue;
         }
         const R s = f.round(f.logit(dot(q, k[c], d)));
-        const R p = f.round(f.probability(s, state.lse));
+        const R p = f.round(f.probability(state.like_lse(s), state.lse));
         const R dp = a.dout ? f.round(dot(dout, v[c], d_v)) : R{0};
         const R ds = f.round(f.dlogit(s, p, dp, state.delta, state.dlse));
         add_scaled(dk[c], ds, q, d);

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // `flashgrad plan`: every figure that it is for is printed; what it refuses.
+#include <fstream>
+#include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tool.hpp"
 
 namespace flashgrad::tool {
 namespace {
+
+const std::string kResults = FLASHGRAD_DATA_DIR "/../benchmarks/results";
 
 class Plan : public ToolTest {
  protected:
@@ -26,16 +31,22 @@ class Plan : public ToolTest {
 
 TEST_F(Plan, RooflinePrintsTheAccounts) {
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-forward"}),
-               {"MMA                                               1024",
-                "exp                                               1024", "768", "balanced"});
+               {"MMA                                                               1024",
+                "exp                                                               1024", "768",
+                "balanced"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward"}),
-               {"2560", "1024", "2048", "3328", "bottleneck: shared memory"});
+               {"2560", "1024", "2048", "account counts    1280",
+                "account counts                 3328", "bottleneck: shared memory"});
   expect_words(out_of({"roofline", "--device", "b200", "--kernel", "fa4-backward-2cta"}),
-               {"1536", "2688", "shared, all written", "shared, all exchanged"});
+               {"1536", "account counts    1152", "account counts                 2688",
+                "shared, all written", "shared, all exchanged"});
   expect_words(out_of({"roofline", "--device", "h200"}),
-               {"3072", "2816", "2944", "4128", "4208", "3568", "does not fit: registers"});
+               {"3072  120%", "2816  110%", "2688  105%", "2304   90%", "2176   85%", "2944  115%",
+                "2560  100%", "4128  129%", "4208  132%", "3568  139%", "does not fit: registers"});
   expect_words(out_of({"roofline", "--generations"}),
                {"HBM traffic", "idle tensor cores", "exp and shared memory", "balanced"});
+  expect_words(out_of({"roofline", "--kernel", "sm90-backward-D128Cluster"}),
+               {"expected, warpgroups between products and softmax: 2", "3194"});
   expect_words(out_of({"roofline", "--sources"}), {"dsmem_bytes_per_clk", "assumed", "data sheet"});
   expect_words(out_of({"roofline", "--device", "cpu"}), {"this machine", "GFLOP/s", "caches"});
   expect_words(out_of({"roofline", "--kernel", "hopper-backward", "--head-dim", "192"}),
@@ -65,6 +76,22 @@ TEST_F(Plan, ScheduleComparesAndDraws) {
                {"fa4-forward"});
 }
 
+// Fewer queries than keys: with the diagonal in the top left corner most keys are never seen.
+TEST_F(Plan, ScheduleTakesAnyMaskAndBatch) {
+  const auto kilocycles = [](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "schedule");
+    arguments.insert(arguments.end(), {"--causal", "--jitter", "0", "--spread", "0"});
+    const std::string text = out_of(arguments);
+    return std::stod(text.substr(text.find("sections  ", text.find("waiting")) + 33));
+  };
+  const double bottom = kilocycles({"--tokens", "4096", "--tokens-kv", "16384"});
+  EXPECT_GT(bottom,
+            6 * kilocycles({"--tokens", "4096", "--tokens-kv", "16384", "--align", "top-left"}));
+  EXPECT_EQ(bottom, kilocycles({"--packed", "4096", "--packed-kv", "16384"}));
+  expect_words(out_of({"memory", "--tokens", "4096", "--tokens-kv", "1M"}),
+               {"4096 tokens and 1048576 keys", "272.1 GiB"});
+}
+
 TEST_F(Plan, SimulateFindsAMissingWait) {
   expect_words(out_of({"simulate", "--program", "fa4-2cta", "--queries", "256", "--keys", "256"}),
                {"dq  error", "ok", "columns 384 to 511: dK"});
@@ -75,10 +102,146 @@ TEST_F(Plan, SimulateFindsAMissingWait) {
 }
 
 TEST_F(Plan, PredictReadsResults) {
+  expect_words(out_of({"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"}),
+               {"14 of 14 within 15 %"});
+}
+
+TEST_F(Plan, AllCommandsDraw) {
+  const std::string svg = path("picture.svg");
+  for (const auto& [arguments, words] :
+       std::vector<std::pair<std::vector<std::string>, std::vector<std::string>>>{
+           {{"roofline", "--kernel", "fa3-backward"}, {"fa3-backward", ">2944<"}},
+           {{"memory", "--tokens", "512K"}, {"P made again", "dq sums"}},
+           {{"schedule", "--tokens", "2048"}, {"40 processors of", "hsl("}},
+           {{"simulate", "--program", "fa4", "--queries", "256", "--keys", "128"},
+            {"tensor pipe 0", "loads of CTA 0: copies", "<title>dP, tile 1</title>"}},
+           {{"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"},
+            {"<circle", "2026-11-29-zen5-bench-quiet.json</text>"}}}) {
+    std::vector<std::string> all = arguments;
+    all.insert(all.end(), {"--svg", svg});
+    out_of(all);
+    expect_words(contents("picture.svg"), {"<svg", "</svg>"});
+    expect_words(contents("picture.svg"), words);
+  }
+}
+
+// The kernel that runs at a head dim, if the device can hold it.
+TEST_F(Plan, SchedulesTheKernelOfTheHeadDim) {
+  expect_words(out_of({"schedule", "--head-dim", "64"}), {"sm90-backward-D64 on 132 SMs"});
+  expect_words(out_of({"schedule", "--cluster", "2"}), {"sm90-backward-D128Cluster on 66 pairs"});
+  expect_words(out_of({"schedule", "--pass", "forward", "--head-dim", "256"}),
+               {"sm90-forward-D256 on 132 SMs"});
+  for (const auto& [arguments, words] :
+       std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--head-dim", "192"}, "want at most 128"},
+           {{"--head-dim", "64", "--cluster", "2"}, "has no cluster"},
+           {{"--device", "a100"}, "does not fit a100; shared memory"},
+           {{"--device", "b200", "--head-dim", "192"}, "tensor memory: columns 640"}}) {
+    std::vector<std::string> all = {"plan", "schedule"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const ToolResult result = run_tool(all);
+    EXPECT_EQ(result.exit_status, 2) << result.out;
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
+  }
+}
+
+// A device of one's own, from a file; what it says may be anything.
+TEST_F(Plan, DevicesFromFiles) {
+  std::ifstream h200(FLASHGRAD_DATA_DIR "/../src/plan/devices/h200.json");
+  const std::string text{std::istreambuf_iterator<char>(h200), {}};
+  const std::string file = path("device.json");
+  const auto with = [&](const std::string& old, const std::string& now) {
+    std::string changed = text;
+    const std::size_t at = changed.find(old);
+    EXPECT_NE(at, std::string::npos) << old;
+    std::ofstream(file) << changed.replace(at, old.size(), now);
+  };
+  const std::vector<std::string> roofline = {"roofline", "--device", file, "--kernel",
+                                             "sm90-backward-D128"};
+  with("\"h200\"", "\"h400 <&>\"");
+  expect_words(out_of(roofline), {"sm90-backward-D128 on h400 <&>"});
+  std::vector<std::string> drawn = roofline;
+  drawn.insert(drawn.end(), {"--svg", path("device.svg")});
+  out_of(drawn);
+  expect_words(contents("device.svg"), {"h400 &lt;&amp;>"});
+  with("\"value\": 4096", "\"value\": 8192");
+  expect_words(out_of(roofline),
+               {"MMA                                                               1280"});
+  with("\"value\": 128,\n      \"source\": \"assumed",
+       "\"value\": null,\n      \"source\": \"assumed");
+  out_of(roofline);
+  for (const auto& [old, now] : std::vector<std::pair<std::string, std::string>>{
+           {"\"value\": 132", "\"value\": 0"},
+           {"\"value\": 132", "\"value\": null"},
+           {"\"value\": 132", "\"value\": \"132\""},
+           {"\"value\": 1980", "\"value\": -1980"},
+           {"\"value\": 1980", "\"value\": 1e999"},
+           {"\"value\": 17", "\"value\": -17"},
+           {"\"sm_count\"", "\"sms\""},
+           {"\"figures\": {", "\"figures\": ["},
+           {"NVIDIA H200 SXM", std::string("\xff\xfe")}}) {
+    with(old, now);
+    std::vector<std::string> all = {"plan"};
+    all.insert(all.end(), roofline.begin(), roofline.end());
+    const ToolResult result = run_tool(all);
+    EXPECT_EQ(result.exit_status, 2) << now << result.out;
+    EXPECT_TRUE(result.err.starts_with("flashgrad: device ")) << result.err;
+  }
+  EXPECT_EQ(run_tool({"plan", "roofline", "--device", path("none.json")}).exit_status, 2);
+}
+
+// Without results: one call, kernel by kernel.
+TEST_F(Plan, PredictsACall) {
+  const std::string json = path("call.json");
+  expect_words(out_of({"predict", "--tokens", "4096", "--batch", "4", "--head-dim", "192",
+                       "--head-dim-v", "128", "--causal", "--json", json}),
+               {"backward bf16 4,16,4096,192/128 causal on an H200", "prepare",
+                "sm90-backward-wide-D192V128             2", "the call", "TFLOP/s"});
+  expect_words(contents("call.json"), {"cool_tflops", "\"launches\": 2"});
   expect_words(
-      out_of({"predict", "--results",
-              FLASHGRAD_DATA_DIR "/../benchmarks/results/2026-11-29-zen5-bench-quiet.json"}),
-      {"14 of 14 within 15 %"});
+      out_of({"predict", "--pass", "forward", "--packed", "100,3000", "--window", "64,64"}),
+      {"forward bf16 2,16,packed,128 window 64,64", "sm90-forward-D128"});
+  expect_words(out_of({"predict", "--deterministic"}), {"sm90-backward-D128Ordered"});
+}
+
+// A folder: whatever results are in it, and what of them is not predicted.
+TEST_F(Plan, PredictReadsAFolder) {
+  const std::string json = path("predicted.json");
+  expect_words(out_of({"predict", "--results", kResults, "--json", json}),
+               {"of 128 within 15 %", "deterministic, sustained", "192/128 causal, cool",
+                "packed,128 causal", "window 1024,0", "16/4,4096",
+                "not predicted: bytes, not times", "not predicted: the peers' times"});
+  expect_words(contents("predicted.json"),
+               {"measured_seconds", "predicted_seconds", "left_out", "mean_error"});
+}
+
+// What a result file says may be anything.
+TEST_F(Plan, PredictRefusesOtherFiles) {
+  const std::string file = path("hostile.json");
+  for (const char* text :
+       {"", "{}", "[[[[", R"({"suite": "cuda", "rows": 3})",
+        R"({"f32_peak": {"gflops": 1}, "bf16_peak": {"gflops": 1}, "rows": [{"shape": "b=1"}]})",
+        R"({"what": "sm90 backward", "rows": {"d0 full 0k": [1, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 16k 3/2": [1, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 16k": [0, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 1000000k": [1, 1]}})",
+        R"({"what": "sm90 backward", "rows": {"d64 full 4000k deterministic": [1, 1]}})"}) {
+    std::ofstream(file) << text;
+    const ToolResult result = run_tool({"plan", "predict", "--results", file});
+    EXPECT_EQ(result.exit_status, 2) << text;
+    EXPECT_NE(result.err.find("hostile.json"), std::string::npos) << result.err;
+  }
+}
+
+// The command that was meant.
+TEST_F(Plan, RefusalsNameTheirHelp) {
+  for (const auto& [arguments, help] :
+       {std::pair<std::vector<std::string>, std::string>{{"plan"}, "(flashgrad plan --help"},
+        {{"plan", "memory", "--gpu", "3"}, "(flashgrad plan memory --help"},
+        {{"bench", "--fast"}, "(flashgrad bench --help"},
+        {{}, "(flashgrad --help"}}) {
+    EXPECT_NE(run_tool(arguments).err.find(help), std::string::npos) << help;
+  }
 }
 
 TEST_F(Plan, Refuses) {
@@ -92,6 +255,23 @@ TEST_F(Plan, Refuses) {
            {"plan", "schedule", "--order", "random"},
            {"plan", "schedule", "--tokens", "64M"},
            {"plan", "schedule", "--packed", "12,x"},
+           {"plan", "schedule", "--packed", "0,0"},
+           {"plan", "schedule", "--packed", "1,2", "--packed-kv", "1"},
+           {"plan", "schedule", "--tokens-kv", "0"},
+           {"plan", "schedule", "--align", "left"},
+           {"plan", "schedule", "--window", "-1,-1"},
+           {"plan", "schedule", "--batch", "65536", "--heads", "65536"},
+           {"plan", "schedule", "--batch", "2147483647"},
+           {"plan", "schedule", "--jitter", "nan"},
+           {"plan", "schedule", "--step-cycles", "1e300"},
+           {"plan", "schedule", "--turn-cycles", "-1"},
+           {"plan", "memory", "--tokens", "16", "--gpus", "17"},
+           {"plan", "roofline", "--kernel", "hopper-backward", "fa4-forward"},
+           {"plan", "predict", "--results", FLASHGRAD_DATA_DIR "/../scripts"},
+           {"plan", "predict", "--tokens", "1024M"},
+           {"plan", "predict", "--window", "-1,-5"},
+           {"plan", "predict", "--pass", "forward", "--deterministic"},
+           {"plan", "predict", "--tokens-kv", "64"},
            {"plan", "simulate", "--program", "fa5"},
            {"plan", "simulate", "--drop-wait", "nobody"},
            {"plan", "simulate", "--causal", "--queries", "1024", "--keys", "512"},

@@ -143,6 +143,7 @@ class Harness {
       a.sinks = nullptr;
     }
     const F f(p);
+    reference::Scratch<double> scratch;
     for (std::int64_t b = 0; b < p.batch; ++b) {
       Sequence s = sequence(p, a, b);
       const std::int64_t seqlen_kv = s.band.seqlen_kv;
@@ -154,17 +155,14 @@ class Harness {
         for (std::int64_t begin = 0; begin < s.band.seqlen_q; begin += kBlock) {
           const std::vector<std::int64_t> rows = block(begin, s.band.seqlen_q);
           const int size = static_cast<int>(rows.size());
-          reference::Block<double> out;
-          reference::Block<double> dq;
-          std::array<double, kBlock> lse;
-          reference::forward_rows(f, head, rows.data(), size, out, lse);
+          reference::forward_rows(f, head, rows.data(), size, scratch);
           for (std::size_t r = 0; r < rows.size(); ++r) {
-            store(a.out, head.q(a.out, rows[r]), p.head_dim_v, out[r].data());
-            store(a.lse, head.q(a.lse, rows[r]), 1, &lse[r]);
+            store(a.out, head.q(a.out, rows[r]), p.head_dim_v, scratch.out[r].data());
+            store(a.lse, head.q(a.lse, rows[r]), 1, &scratch.lse[r]);
           }
-          reference::backward_rows(f, head, rows.data(), size, dq);
+          reference::backward_rows(f, head, rows.data(), size, scratch);
           for (std::size_t r = 0; r < rows.size(); ++r) {
-            store(a.dq, head.q(a.dq, rows[r]), p.head_dim, dq[r].data());
+            store(a.dq, head.q(a.dq, rows[r]), p.head_dim, scratch.dq[r].data());
           }
         }
       }
@@ -175,12 +173,10 @@ class Harness {
         const reference::Head head{p, a, rows_dropped, h * p.group()};
         for (std::int64_t begin = 0; begin < seqlen_kv; begin += kBlock) {
           const std::vector<std::int64_t> keys = block(begin, seqlen_kv);
-          reference::Block<double> dk;
-          reference::Block<double> dv;
-          reference::backward_keys(f, head, keys.data(), static_cast<int>(keys.size()), dk, dv);
+          reference::backward_keys(f, head, keys.data(), static_cast<int>(keys.size()), scratch);
           for (std::size_t r = 0; r < keys.size(); ++r) {
-            store(a.dk, head.kv(a.dk, keys[r]), p.head_dim, dk[r].data());
-            store(a.dv, head.kv(a.dv, keys[r]), p.head_dim_v, dv[r].data());
+            store(a.dk, head.kv(a.dk, keys[r]), p.head_dim, scratch.dk[r].data());
+            store(a.dv, head.kv(a.dv, keys[r]), p.head_dim_v, scratch.dv[r].data());
           }
         }
       }

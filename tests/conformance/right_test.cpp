@@ -151,17 +151,20 @@ TEST(Right, WindowEqualsCausal) {
   expect_same_bits(window, causal);
 }
 
+// What a call in which no row sees a key leaves.
+void expect_empty(Session& s) {
+  expect_all(s.t().out, "out", is_zero);
+  expect_all(s.t().lse, "lse", [](double x) { return x == -kInf; });
+  expect_all(s.t().dq, "dq", is_zero);
+  expect_all(s.t().dk, "dk", is_zero);
+  expect_all(s.t().dv, "dv", is_zero);
+}
+
 TEST(Right, NoWindowIsFullAndLiteralMinusOneIsEmpty) {
   Case c = case_of("no_window");
   EXPECT_EQ(c.mask, BandMask{});  // the table's notation
   c.mask = {-1, -1};              // this library's
-  on_each_target(c, [](Session& s) {
-    expect_all(s.t().out, "out", is_zero);
-    expect_all(s.t().lse, "lse", [](double x) { return x == -kInf; });
-    expect_all(s.t().dq, "dq", is_zero);
-    expect_all(s.t().dk, "dk", is_zero);
-    expect_all(s.t().dv, "dv", is_zero);
-  });
+  on_each_target(c, expect_empty);
 }
 
 // Infinite of either sign, the lse of an empty row means the same to backward.
@@ -193,15 +196,114 @@ TEST(Right, OneHugeKey) {
   });
 }
 
+// The key that outweighs all others that row i of query head h sees, by so much that their p is 0
+// in f32 too; -1 if there is none.
+std::int64_t winner(const Case& c, const CallTensors& t, const Band& band, std::int64_t h,
+                    std::int64_t i) {
+  const Range keys = band.kv_range(i, i + 1);
+  const std::int64_t head_kv = h / (c.heads_q / c.heads_kv);
+  double best = -kInf;
+  double second = -kInf;
+  double magnitude = 0;
+  std::int64_t at = -1;
+  for (std::int64_t j = keys.begin; j < keys.end; ++j) {
+    double dot = 0;
+    for (std::int64_t e = 0; e < c.head_dim; ++e) {
+      const double product = t.q.get((i * c.heads_q + h) * c.head_dim + e) *
+                             t.k.get((j * c.heads_kv + head_kv) * c.head_dim + e);
+      dot += product;
+      magnitude = std::max(magnitude, std::abs(product));
+    }
+    double s = dot / std::sqrt(static_cast<double>(c.head_dim));
+    s = c.softcap > 0 ? c.softcap * std::tanh(s / c.softcap) : s;
+    second = std::max(second, std::min(best, s));
+    if (s > best) {
+      best = s;
+      at = j;
+    }
+  }
+  // f32 may be off by some 1e-6 of the largest of the products.
+  return best - second > 200 + 1e-5 * (magnitude + c.softcap) ? at : -1;
+}
+
+// Runs both passes with a dout of small integers, 0 in rows without a winner.
+void expect_dv_of_winners(Session& s, const std::vector<std::int64_t>& winners) {
+  const HostTensor& dout = s.t().dout;
+  const HostTensor& dv = s.t().dv;
+  const std::int64_t heads_q = dout.shape()[2];
+  const std::int64_t heads_kv = dv.shape()[2];
+  const std::int64_t dim = dv.shape()[3];
+  std::vector<double> want(static_cast<std::size_t>(dv.num_elements()));
+  for (std::int64_t n = 0; n < dout.num_elements() / dim; ++n) {
+    const std::int64_t j = winners[static_cast<std::size_t>(n)];
+    const std::int64_t head_kv = n % heads_q / (heads_q / heads_kv);
+    for (std::int64_t e = 0; e < dim; ++e) {
+      const auto value = j < 0 ? 0. : static_cast<double>((5 * n + e) % 7 - 3);
+      dout.set(n * dim + e, value);
+      if (j >= 0) {
+        want[static_cast<std::size_t>((j * heads_kv + head_kv) * dim + e)] += value;
+      }
+    }
+  }
+  s.forward();
+  s.backward();
+  double worst = 0;
+  for (std::size_t n = 0; n < want.size(); ++n) {
+    const double error = std::abs(dv.get(static_cast<std::int64_t>(n)) - want[n]);
+    worst = std::max(worst, std::isnan(error) ? kInf : error);
+  }
+  // A GPU multiplies by log2(e) first, and its lse is off by half an ulp of the logits: dv must be
+  // finite there.
+  EXPECT_LE(worst, tested_place() == Place::kHost ? 0 : std::numeric_limits<double>::max());
+}
+
+// Where one key outweighs all others its p is 1, and theirs 0, however large the logits: dv is the
+// sum of the dout of the rows that a key wins, to the bit. For that the forward and the backward
+// must have computed the same logits.
+TEST(Right, OneKeyOutweighsTheOthers) {
+  struct Kind {
+    DType dtype;
+    const char* q;
+    const char* k;
+    double logits;  // their size
+  };
+  for (const auto& [dtype, q, k, logits] : {Kind{DType::kF32, "100n", "10n", 1e3},
+                                            {DType::kF32, "100n", "1000n", 1e5},
+                                            {DType::kF32, "3000n", "3000n", 1e7},
+                                            {DType::kF16, "300n", "300n", 1e5},
+                                            {DType::kBF16, "1000n", "1000n", 1e6},
+                                            {DType::kBF16, "10000n", "10000n", 1e8}}) {
+    for (const BandMask& mask : {BandMask{}, BandMask{.right = 0}}) {
+      for (const double softcap : {0.0, 3 * logits}) {
+        for (const char* shape : {"hq=4,hkv=2,sq=70,sk=90,d=64", "hq=1,sq=150,d=21,dv=40"}) {
+          Case c = parse_shape(shape);
+          c.dtype = dtype;
+          c = as_taken(c);
+          c.q = q;
+          c.k = k;
+          c.mask = mask;
+          c.softcap = softcap;
+          const CallTensors inputs = make_tensors(c);
+          const Band band = sequences(c).front().band;
+          std::vector<std::int64_t> winners;  // (seqlen_q, heads_q)
+          for (std::int64_t n = 0; n < c.seqlen_q * c.heads_q; ++n) {
+            winners.push_back(winner(c, inputs, band, n % c.heads_q, n / c.heads_q));
+          }
+          EXPECT_LT(std::count(winners.begin(), winners.end(), -1), c.seqlen_q * c.heads_q * 3 / 4);
+          for (const Target& target : affordable(c)) {
+            SCOPED_TRACE(target.name());
+            Session s(c, target);
+            expect_dv_of_winners(s, winners);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Right, EmptyDims) {
   for (const Case& c : small_cases("empty_dims")) {
-    on_each_target(c, [](Session& s) {
-      expect_all(s.t().out, "out", is_zero);
-      expect_all(s.t().lse, "lse", [](double x) { return x == -kInf; });
-      expect_all(s.t().dq, "dq", is_zero);
-      expect_all(s.t().dk, "dk", is_zero);
-      expect_all(s.t().dv, "dv", is_zero);
-    });
+    on_each_target(c, expect_empty);
   }
 }
 

@@ -84,7 +84,14 @@ INSTANTIATE_TEST_SUITE_P(
                     HopperRow{"hopper-d128-workspace", 2048, 512, 2048, 16.0, true},
                     HopperRow{"fa3-backward-d256", 3200, 320, 4128, 41.0, true},
                     HopperRow{"hopper-d256-cluster", 3200, 320, 4208, 20.5, true},
-                    HopperRow{"hopper-d256-workspace", 2560, 320, 3568, 25.6, true}),
+                    HopperRow{"hopper-d256-workspace", 2560, 320, 3568, 25.6, true},
+                    HopperRow{"sm90-backward-D64", 2560, 1024, 2432, 12.8, true},
+                    HopperRow{"sm90-backward-D128", 2560, 512, 2432, 25.6, true},
+                    HopperRow{"sm90-backward-D128Cluster", 2560, 512, 2560, 12.8, true},
+                    HopperRow{"sm90-backward-wide-D192V128", 1280, 256, 1408, 16.0, true},
+                    HopperRow{"sm90-backward-wide-D256", 2048, 256, 2176, 16.0, true},
+                    HopperRow{"sm90-backward-wide-dq-D192", 768, 0, 832, 16.0, true},
+                    HopperRow{"sm90-backward-wide-dq-D256", 1024, 0, 1024, 16.0, true}),
     [](const testing::TestParamInfo<HopperRow>& param) {
       std::string name = param.param.kernel;
       for (char& c : name) {
@@ -154,8 +161,8 @@ TEST(PlanAccount, SearchFindsTilesForHeadDim192) {
     ASSERT_FALSE(found.empty()) << cluster;
     for (const Kernel& kernel : found) {
       EXPECT_TRUE(account(kernel, h200).overflows.empty());
-      EXPECT_GE(account(kernel, h200).bound / kernel.exponentials(),
-                account(found.front(), h200).bound / found.front().exponentials());
+      EXPECT_GE(account(kernel, h200).bound / kernel.pairs(),
+                account(found.front(), h200).bound / found.front().pairs());
     }
   }
 }

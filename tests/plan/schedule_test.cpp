@@ -10,6 +10,8 @@
 #include <set>
 #include <tuple>
 
+#include "plan/pictures.hpp"
+
 namespace flashgrad::plan {
 namespace {
 
@@ -224,6 +226,75 @@ TEST(PlanSchedule, RotatingTilesNeedSectionsThatFillTheProcessors) {
   EXPECT_FALSE(one.deadlock);
   EXPECT_GT(one.waiting, 0.1);
   EXPECT_TRUE(simulate(problem, tiles, policy, {.processors = 8}).deadlock);
+}
+
+// Without turns and noise the event simulation is a list schedule.
+TEST(PlanSchedule, ListMakespanIsTheSimulations) {
+  for (const bool backward : {false, true}) {
+    ScheduleProblem problem = causal_problem(4096, 6, 4);
+    problem.backward = backward;
+    const Policy& policy = find_policy(backward, "sections");
+    const std::vector<WorkTile> tiles = launch_order(problem, policy, {});
+    EXPECT_NEAR(
+        list_makespan(tiles, 23, 100, 30),
+        simulate(problem, tiles, policy, {.processors = 23, .step_cycles = 100, .tile_cycles = 30})
+            .makespan,
+        1e-6);
+  }
+}
+
+// As bwd_launch.cu and fwd_launch.cu cut them.
+TEST(PlanSchedule, SectionsOfTheKernels) {
+  constexpr double kL2 = 60 << 20;
+  const TileSize pair{.cluster = 2, .max_round = 32};
+  ScheduleProblem problem = causal_problem(4096, 16, 0);
+  problem.batch = 4;
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "sections"), pair, 66, kL2), 8);
+  problem = causal_problem(16384, 16, 0);
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 2);
+  problem.mask = {};
+  // Rounds of 32: three heads fill 66 pairs, and 16 heads come out even in sections of 4.
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "sections"), pair, 66, kL2), 2);
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 4);
+  problem.backward = false;
+  EXPECT_EQ(kernel_section(problem, find_policy(false, "sections"), {}, 132, kL2), 3);
+  problem.heads_kv = 4;
+  EXPECT_EQ(kernel_section(problem, find_policy(false, "sections"), {}, 132, kL2), 12);
+}
+
+// Above head dim 128: every step of every pass makes 64 x 64 of dS, which dq's kernel reads once.
+TEST(PlanSchedule, WidePassesMakeAndReadAllOfDs) {
+  for (const BandMask& mask : {BandMask{}, kCausal, BandMask{512, 0, Alignment::kBottomRight}}) {
+    ScheduleProblem problem = causal_problem(8192, 8, 1);
+    problem.heads_kv = 4;
+    problem.head_dim = 256;
+    problem.mask = mask;
+    const std::int64_t cluster = wide_cluster(problem);
+    const std::vector<WidePassTiles> passes = wide_launch_order(problem, 132, 60 << 20);
+    // 8 heads of 128 x 128 images of 8 KB are 1 GiB, which is the room.
+    EXPECT_EQ(passes.size(), 1U);
+    std::int64_t made = 0;
+    std::int64_t read = 0;
+    for (const WidePassTiles& pass : passes) {
+      made += cluster * total_steps(pass.keys);
+      read += 2 * cluster * total_steps(pass.queries);
+    }
+    const Band band = Band::of(mask, 8192, 8192);
+    std::int64_t images = 0;
+    for (std::int64_t m = 0; m < 128; ++m) {
+      for (std::int64_t n = 0; n < 128; ++n) {
+        images += band.is_empty(64 * m, 64 * m + 64, 64 * n, 64 * n + 64) ? 0 : 8;
+      }
+    }
+    // A cluster, and a tile of 128 queries, walk what any of their parts needs.
+    EXPECT_GE(made, images);
+    EXPECT_LE(made, images + 8 * 128 * 2);
+    EXPECT_GE(read, images);
+    EXPECT_LE(read, images + 8 * 128 * 4);
+  }
+  ScheduleProblem problem = causal_problem(16384, 8, 1);
+  problem.head_dim = 256;
+  EXPECT_EQ(wide_launch_order(problem, 132, 60 << 20).size(), 4U);
 }
 
 TEST(PlanSchedule, GanttHasABarForEveryTile) {

@@ -40,7 +40,7 @@ class PlanProgram : public testing::TestWithParam<const char*> {
 
 INSTANTIATE_TEST_SUITE_P(All, PlanProgram,
                          testing::Values("fa4", "fa4-2cta", "sm90-d64", "sm90-d128",
-                                         "sm90-d128-cluster"),
+                                         "sm90-d128-cluster", "sm90-d128-ordered"),
                          [](const testing::TestParamInfo<const char*>& param) {
                            std::string name = param.param;
                            std::replace(name.begin(), name.end(), '-', '_');
@@ -92,6 +92,9 @@ std::set<Wait> implied_waits(const std::string& program) {
   }
   if (program == "sm90-d128-cluster") {
     return {{loader, "k_full"}, {loader, "peer_ds_empty"}};
+  }
+  if (program == "sm90-d128-ordered") {
+    return {{loader, "k_full"}};
   }
   return {};
 }

@@ -21,19 +21,25 @@ def inputs(device):
     return [jax.device_put(jnp.asarray(rng.normal(size=s), jnp.bfloat16), device) for s in shapes]
 
 
-def results(device, jitted):
-    def run(q, k, v):
-        out, pullback = jax.vjp(lambda *x: fgj.dot_product_attention(*x, is_causal=True), q, k, v)
-        return out, *pullback(out)
+def value_and_gradients(q, k, v):
+    out, pullback = jax.vjp(lambda *x: fgj.dot_product_attention(*x, is_causal=True), q, k, v)
+    return out, *pullback(out)
 
-    run = jax.jit(run) if jitted else run
-    return [np.asarray(x.astype(jnp.float32)) for x in run(*inputs(device))]
+
+def results(device, jitted):
+    run = jax.jit(value_and_gradients) if jitted else value_and_gradients
+    return run(*inputs(device))
+
+
+def close(got, want, tolerance):
+    for x, y in zip(got, want):
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_same_numbers_as_the_cpu(jitted):
-    for got, want in zip(results(DEVICE, jitted), results(jax.devices("cpu")[0], True)):
-        np.testing.assert_allclose(got, want, rtol=0, atol=6e-2)
+    close(results(DEVICE, jitted), results(jax.devices("cpu")[0], True), 6e-2)
 
 
 def test_vmap():
@@ -65,3 +71,31 @@ def test_unsupported_is_refused():
     q, k, v = (x.astype(jnp.float32) for x in inputs(DEVICE))
     with pytest.raises(jax.errors.JaxRuntimeError, match="f32"):
         jax.block_until_ready(fgj.attention(q, k, v))
+
+
+needs_two = pytest.mark.skipif(
+    DEVICE is None or jax.device_count("cuda") < 2, reason="JAX has fewer than 2 CUDA devices"
+)
+
+
+@needs_two
+@pytest.mark.parametrize("jitted", [False, True])
+def test_runs_where_the_arrays_lie(jitted):
+    want = results(DEVICE, jitted)
+    for device in 3 * jax.devices("cuda")[:2]:
+        got = results(device, jitted)
+        assert all(x.devices() == {device} for x in got)
+        close(got, want, 2e-2)
+
+
+@needs_two
+def test_shard_map_over_two_devices():
+    """A sequence of the batch on each device, forward and backward."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cuda")[:2]), ("batch",))
+    spec = jax.sharding.PartitionSpec("batch")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    sharded = [jax.device_put(np.asarray(x), sharding) for x in inputs(DEVICE)]
+    run = jax.jit(jax.shard_map(value_and_gradients, mesh=mesh, in_specs=spec, out_specs=spec))
+    got = run(*sharded)
+    assert all(len(x.sharding.device_set) == 2 for x in got)
+    close(got, results(DEVICE, True), 2e-2)

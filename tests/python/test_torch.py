@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """flashgrad.torch: flash-attn's functions under autograd and everything that PyTorch adds to it."""
 
+import inspect
 import math
 import subprocess
 import sys
@@ -72,26 +73,139 @@ def test_return_forms():
     assert lse.dtype == torch.float32 and lse.shape == (2, 4, 13)
 
 
-def test_packed_forms():
-    (packed,) = tensors((2, 9, 3, 2, 8))
-    q, k, v = packed.unbind(2)
-    want = fgt.flash_attn_func(q, k, v, causal=True)
-    got = fgt.flash_attn_qkvpacked_func(packed, causal=True)
-    assert torch.equal(got, want)
-    dout = torch.randn_like(want)
-    assert torch.equal(*(torch.autograd.grad(x, packed, dout)[0] for x in (got, want)))
-    assert torch.equal(fgt.flash_attn_kvpacked_func(q, packed[:, :, 1:], causal=True), want)
+CU = torch.tensor([0, 4, 4, 18], dtype=torch.int32)
+# A packed form, the tensors' shapes, and the same by the form with q, k and v apart.
+PACKED = {
+    "qkv": (
+        fgt.flash_attn_qkvpacked_func,
+        [(2, 9, 3, 2, 8)],
+        lambda qkv, **o: fgt.flash_attn_func(*qkv.unbind(2), **o),
+    ),
+    "kv": (
+        fgt.flash_attn_kvpacked_func,
+        [(2, 9, 4, 8), (2, 7, 2, 2, 8)],
+        lambda q, kv, **o: fgt.flash_attn_func(q, *kv.unbind(2), **o),
+    ),
+    "varlen qkv": (
+        lambda x, **o: fgt.flash_attn_varlen_qkvpacked_func(x, CU, 14, **o),
+        [(18, 3, 2, 8)],
+        lambda x, **o: fgt.flash_attn_varlen_func(*x.unbind(1), CU, CU, 14, 14, **o),
+    ),
+    "varlen kv": (
+        lambda q, kv, **o: fgt.flash_attn_varlen_kvpacked_func(q, kv, CU, CU, 14, 14, **o),
+        [(18, 4, 8), (18, 2, 2, 8)],
+        lambda q, kv, **o: fgt.flash_attn_varlen_func(q, *kv.unbind(1), CU, CU, 14, 14, **o),
+    ),
+}
 
-    cu = torch.tensor([0, 4, 4, 18], dtype=torch.int32)
-    flat = packed.flatten(0, 1)
-    want = fgt.flash_attn_varlen_func(*flat.unbind(1), cu, cu, 14, 14, causal=True)
-    assert torch.equal(fgt.flash_attn_varlen_qkvpacked_func(flat, cu, 14, causal=True), want)
-    got = fgt.flash_attn_varlen_kvpacked_func(flat[:, 0], flat[:, 1:], cu, cu, 14, 14, causal=True)
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("packed, shapes, apart", PACKED.values(), ids=PACKED.keys())
+def test_packed_forms(packed, shapes, apart, with_sinks):
+    inputs = tensors(*shapes)
+    sinks = tensors(shapes[0][-2:-1], seed=3) if with_sinks else []
+    options = {"causal": True, "sinks": sinks[0] if sinks else None}
+    want = apart(*inputs, **options)
+    dout = torch.randn_like(want)
+    gradients = torch.autograd.grad(want, (*inputs, *sinks), dout)
+
+    def check(function, inputs=inputs):
+        got = function(*inputs, **options)
+        assert torch.equal(got, want)
+        results = torch.autograd.grad(got, (*inputs, *sinks), dout)
+        assert all(map(torch.equal, results, gradients))
+        return results
+
+    assert all(x.is_contiguous() for x in check(packed))
+    check(lambda *x, **o: checkpoint(packed, *x, use_reentrant=False, **o))
+    check(torch.compile(packed, fullgraph=True, backend="aot_eager"))
+    check(packed, [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs])
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x.mT.contiguous().mT if x.ndim > 1 else x
+    ):
+        check(packed)
+    with torch.no_grad():
+        assert torch.equal(packed(*inputs, **options), want)
+    frozen = [x.detach() for x in inputs[:-1]]  # all but the packed one
+    out = packed(*frozen, inputs[-1], **options)
+    assert torch.equal(torch.autograd.grad(out, inputs[-1], dout)[0], gradients[len(frozen)])
+
+
+@pytest.mark.parametrize("packed, shapes, apart", PACKED.values(), ids=PACKED.keys())
+def test_refusals_of_packed_forms(packed, shapes, apart):
+    inputs = tensors(*shapes)
+    (gradient,) = torch.autograd.grad(packed(*inputs).sum(), inputs[-1], create_graph=True)
+    assert torch.equal(gradient, torch.autograd.grad(apart(*inputs).sum(), inputs[-1])[0])
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        gradient.sum().backward()
+    with pytest.raises(ValueError, match="kv: shape"):
+        packed(*inputs[:-1], inputs[-1].repeat_interleave(2, -3))
+    with pytest.raises(NotImplementedError, match="dropout_p: 0.5"):
+        packed(*inputs, dropout_p=0.5)
+
+
+def test_windows_and_maxima_may_be_tensors():
+    """flash-attn's own tests pass such windows, Transformers such maxima."""
+    inputs = qkv()
+    window = torch.tensor([3, -1])
+    assert torch.equal(
+        fgt.flash_attn_func(*inputs, window_size=window),
+        fgt.flash_attn_func(*inputs, window_size=(3, -1)),
+    )
+    window[0] = 1
+    got = fgt.flash_attn_func(*inputs, window_size=window)
+    assert torch.equal(got, fgt.flash_attn_func(*inputs, window_size=(1, -1)))
+    (packed,) = tensors((18, 3, 2, 8))
+    want = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, 14)
+    got = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, CU.diff().max())
     assert torch.equal(got, want)
-    alone = fgt.flash_attn_qkvpacked_func(flat[None, 4:], causal=True)
-    assert torch.equal(want[4:], alone[0])
-    with pytest.raises(ValueError, match="qkv: shape"):
-        fgt.flash_attn_qkvpacked_func(packed[:, :, :2])
+    with pytest.raises(ValueError, match="length 14"):
+        fgt.flash_attn_varlen_qkvpacked_func(packed, CU, torch.tensor(13))
+
+
+def test_packed_sequences_are_apart():
+    (packed,) = tensors((18, 3, 2, 8))
+    out = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, 14, causal=True)
+    for first, last in ((0, 4), (4, 18)):
+        alone = fgt.flash_attn_qkvpacked_func(packed[None, first:last], causal=True)
+        assert torch.equal(out[first:last], alone[0])
+
+
+FLASH_ATTN = {  # flash-attn 2.8's parameters after the tensors
+    "flash_attn_func": (
+        "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 "
+        "alibi_slopes=None deterministic=False return_attn_probs=False"
+    ),
+    "flash_attn_varlen_func": (
+        "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 "
+        "alibi_slopes=None deterministic=False return_attn_probs=False block_table=None"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["", "qkvpacked_", "kvpacked_"])
+@pytest.mark.parametrize("name", FLASH_ATTN)
+def test_signatures_are_those_of_flash_attn(name, form):
+    function = getattr(fgt, name.replace("func", form + "func"))
+    want = FLASH_ATTN[name]
+    if form:
+        want = want.replace(" block_table=None", "")
+    parameters = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    names = [p.name for p in parameters]
+    first = names.index("dropout_p")
+    assert " ".join(f"{p.name}={p.default}" for p in parameters[first:]) == want
+    tensors = {"": "q k v", "qkvpacked_": "qkv", "kvpacked_": "q kv"}[form]
+    if "varlen" in name:
+        tensors += (
+            " cu_seqlens max_seqlen"
+            if form == "qkvpacked_"
+            else " cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+        )
+    assert " ".join(names[:first]) == tensors
 
 
 @pytest.mark.parametrize(
@@ -115,6 +229,9 @@ def test_errors_of_the_library():
         fgt.flash_attn_func(q, k.bfloat16(), v)
     with pytest.raises(ValueError, match="cu_seqlens_q: dtype i64, want i32"):
         fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu.long(), cu, 13, 17)
+    for dtype, name in ((torch.int32, "i32"), (torch.int16, "i16"), (torch.int64, "i64")):
+        with pytest.raises(NotImplementedError, match=f"q: dtype {name}"):
+            fgt.flash_attn_func(*(x.detach().to(dtype) for x in (q, k, v)))
     with pytest.raises(ValueError, match="q: 3 dimensions"):
         fgt.flash_attn_func(q[0], k, v)
     with pytest.raises(ValueError, match="alignment: 'left'"):

@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 import flashgrad  # noqa: E402
 import flashgrad.transformers as fgt  # noqa: E402
 
+SINCE_2_5 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
@@ -96,14 +97,40 @@ def test_no_mask_and_gradient_checkpointing():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_generates_as_eager_does(kind):
-    inputs, mask = batch("left")
+def test_generates_as_eager_does(kind, padding, cache):
+    inputs, mask = batch(padding)
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
     tokens = [
-        model(kind, name).generate(inputs, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        model(kind, name).generate(inputs, attention_mask=mask, disable_compile=True, **options)
         for name in ("eager", "flashgrad")
     ]
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    "kind, padding", [("llama", "none"), ("llama", "left"), ("gemma2", "right")]
+)
+def test_compiled(kind, padding):
+    """A mask that has to be evaluated breaks the graph."""
+    inputs, mask = batch(padding)
+    ours = model(kind, "flashgrad")
+    want = loss_and_gradients(ours, inputs, mask)
+    torch._dynamo.reset()
+    got = loss_and_gradients(torch.compile(ours, backend="aot_eager"), inputs, mask)
+    for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2])):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not SINCE_2_5, reason="PyTorch 2.4 can't trace Transformers in one graph")
+def test_compiled_in_one_graph():
+    inputs, _ = batch("none")
+    ours = model("llama", "flashgrad")
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(inputs).logits, ours(inputs).logits, rtol=0, atol=1e-5)
 
 
 def test_packed_batch():

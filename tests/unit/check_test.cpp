@@ -166,6 +166,18 @@ TEST_F(Spoil, LseOfEmptyAndUnusedRows) {
   EXPECT_EQ(refused(), "lse");
 }
 
+// |x - o| <= 1e-5 * (1 + |o|).
+TEST_F(Spoil, LseBeyondItsBound) {
+  const HostTensor& lse = runner.tensors().lse;
+  const std::int64_t last = 4 * 20 - 3;  // the last row of the last sequence, last head
+  const double value = lse.get(last);
+  ASSERT_TRUE(std::isfinite(value));
+  lse.set(last, value + 0.9e-5 * (1 + std::abs(value)));
+  EXPECT_EQ(refused(), "");
+  lse.set(last, value - 1.1e-5 * (1 + std::abs(value)));
+  EXPECT_EQ(refused(), "lse");
+}
+
 TEST(Expected, SampleOfALargeCallStillSeesErrors) {
   Case c = parse_shape("hq=1,sq=300,sk=400,d=16");
   c.dtype = DType::kF32;
@@ -215,6 +227,54 @@ TEST(Judge, DirectionOfASmallHead) {
     t.dv.set(n, t.dv.get(n) * (of_second_head(n) ? -1 : 1));
   }
   EXPECT_EQ(refused(t, c, false), "dv ");
+}
+
+// The tensors of a case after both passes of a backend.
+CallTensors after(const Case& c, const char* backend) {
+  CallTensors t = make_tensors(c);
+  WorkspaceMemory memory;
+  fg_options o = make_options(c);
+  o.backend = backend;
+  for (const fg_pass pass : {FG_FORWARD, FG_BACKWARD}) {
+    EXPECT_EQ(run_pass(pass, t, o, Workspace::kMinimum, memory).status, FG_OK);
+  }
+  return t;
+}
+
+// Of so few elements naive may round all to its advantage, as here: its bound is under one ulp of
+// the largest. p and the result, each rounded once, may cost that; they can't cost three.
+TEST(Judge, FewElementsMayLoseWhatTheContractRounds) {
+  for (HostTensor CallTensors::*const output : {&CallTensors::out, &CallTensors::dv}) {
+    const bool is_out = output == &CallTensors::out;
+    Case c = parse_shape(is_out ? "hq=1,sq=4,sk=4,d=4" : "hq=1,sq=2,sk=2,d=8");
+    c.dtype = DType::kBF16;
+    c.seed = is_out ? 68 : 47;
+    CallTensors t = after(c, "reference");
+    HostTensor& x = t.*output;
+    std::int64_t largest = 0;
+    for (std::int64_t n = 0; n < x.num_elements(); ++n) {
+      largest = std::abs(x.get(n)) > std::abs(x.get(largest)) ? n : largest;
+    }
+    const double value = x.get(largest);
+    const double ulp = std::exp2(std::ilogb(value) - 7);
+    const auto refused_with = [&](double changed) {
+      x.set(largest, changed);
+      return refused(t, c, false).find(is_out ? "out " : "dv ") != std::string::npos;
+    };
+    EXPECT_FALSE(refused_with(value));
+    // The nearer of the two neighbours.
+    EXPECT_FALSE(refused_with(value - ulp) && refused_with(value + ulp));
+    EXPECT_TRUE(refused_with(value - 3 * ulp));
+    EXPECT_TRUE(refused_with(value + 3 * ulp));
+  }
+}
+
+// Where one key outweighs all others ds is all rounding of delta and lse, which are f32: its
+// direction says nothing.
+TEST(Judge, DirectionOfWhatRoundingLeaves) {
+  const Case c = parse_shape("hq=2,hkv=1,sq=3,sk=3,d=16,q=30n,k=10n");
+  CallTensors t = after(c, "cpu");
+  EXPECT_EQ(refused(t, c, false), "");
 }
 
 // out and lse that come from elsewhere (the other parts of a longer sequence) are what the

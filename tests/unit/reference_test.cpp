@@ -174,27 +174,23 @@ TEST(Reference, ChosenRowsAndKeysEqualTheWhole) {
   const reference::Formula<double> f(p);
   const std::vector<std::int64_t> chosen = {0, 3, 4, 17, 30, 36};
   const int size = static_cast<int>(chosen.size());
+  reference::Scratch<double> scratch;
   for (std::int64_t h = 0; h < c.heads_q; ++h) {
     const reference::Head head{p, a, sequence(p, a, 0), h};
-    reference::Block<double> out;
-    reference::Block<double> dq;
-    std::array<double, reference::kBlock> lse;
-    reference::forward_rows(f, head, chosen.data(), size, out, lse);
-    reference::backward_rows(f, head, chosen.data(), size, dq);
+    reference::forward_rows(f, head, chosen.data(), size, scratch);
+    reference::backward_rows(f, head, chosen.data(), size, scratch);
     for (std::size_t r = 0; r < chosen.size(); ++r) {
       const std::int64_t i = chosen[r];
-      EXPECT_EQ(lse[r], t.lse.get(h * 37 + i));
-      EXPECT_EQ(out[r][6], t.out.get((i * 4 + h) * 7 + 6));
-      EXPECT_EQ(dq[r][18], t.dq.get((i * 4 + h) * 19 + 18));
+      EXPECT_EQ(scratch.lse[r], t.lse.get(h * 37 + i));
+      EXPECT_EQ(scratch.out[r][6], t.out.get((i * 4 + h) * 7 + 6));
+      EXPECT_EQ(scratch.dq[r][18], t.dq.get((i * 4 + h) * 19 + 18));
     }
     if (h % p.group() == 0) {
-      reference::Block<double> dk;
-      reference::Block<double> dv;
-      reference::backward_keys(f, head, chosen.data(), size, dk, dv);
+      reference::backward_keys(f, head, chosen.data(), size, scratch);
       for (std::size_t r = 0; r < chosen.size(); ++r) {
         const std::int64_t j = chosen[r];
-        EXPECT_EQ(dk[r][18], t.dk.get((j * 2 + h / 2) * 19 + 18));
-        EXPECT_EQ(dv[r][6], t.dv.get((j * 2 + h / 2) * 7 + 6));
+        EXPECT_EQ(scratch.dk[r][18], t.dk.get((j * 2 + h / 2) * 19 + 18));
+        EXPECT_EQ(scratch.dv[r][6], t.dv.get((j * 2 + h / 2) * 7 + 6));
       }
     }
   }

@@ -2,7 +2,8 @@
 // Where and when a measurement was made.
 #include "bench_machine.hpp"
 
-#include <array>
+#include <fmt/chrono.h>
+
 #include <ctime>
 #include <fstream>
 #include <string>
@@ -24,15 +25,6 @@ std::string cpu_model() {
   return "unknown CPU";
 }
 
-std::string date_utc() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  gmtime_r(&now, &parts);
-  std::array<char, 32> text{};
-  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text.data();
-}
-
 nlohmann::ordered_json json_of(const Peak& peak) {
   return {{"instruction", peak.instruction}, {"gflops", peak.gflops}};
 }
@@ -45,7 +37,7 @@ nlohmann::ordered_json describe_machine(int num_threads) {
     backends[name] = describe_backend(name).detail;
   }
   return {{"version", fg_version()},
-          {"date", date_utc()},
+          {"date", fmt::format("{:%FT%TZ}", fmt::gmtime(std::time(nullptr)))},
           {"cpu", cpu_model()},
           {"threads", num_threads},
           {"backends", backends}};

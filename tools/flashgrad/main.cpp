@@ -98,6 +98,16 @@ void add_bench(CLI::App& app, BenchArguments& arguments) {
   add_call_options(*bench, arguments.call);
 }
 
+// "flashgrad plan memory", as far as subcommands were named.
+std::string command_of(const CLI::App& app) {
+  std::string command = app.get_name();
+  for (const CLI::App* deepest = &app; !deepest->get_subcommands().empty();) {
+    deepest = deepest->get_subcommands().back();
+    command += " " + deepest->get_name();
+  }
+  return command;
+}
+
 int dispatch(int argc, char** argv) {
   CLI::App app("Exact attention, forward and backward.", "flashgrad");
   app.set_version_flag("--version", fmt::format("flashgrad {}", fg_version()));
@@ -121,7 +131,8 @@ int dispatch(int argc, char** argv) {
       print_out(text.str());
       return exit_status;
     }
-    throw Error(fmt::format("{} (flashgrad --help tells more)", printable(error.what(), 400)));
+    throw Error(
+        fmt::format("{} ({} --help tells more)", printable(error.what(), 400), command_of(app)));
   }
   if (info->parsed()) {
     return info_command();

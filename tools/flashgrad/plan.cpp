@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <cstdint>
 #include <fstream>
 
 #include "plan/device.hpp"
@@ -15,6 +16,20 @@
 namespace flashgrad::tool {
 namespace {
 
+constexpr int kMaxCount = 65536;  // of heads, and of sequences
+
+// From 0 to `most`, and a number: CLI::Range lets nan through.
+struct NumberRange : CLI::Validator {
+  explicit NumberRange(double most) {
+    func_ = [most](const std::string& text) {
+      double value = 0;
+      return CLI::detail::lexical_cast(text, value) && value >= 0 && value <= most
+                 ? std::string()
+                 : fmt::format("want 0 to {:g}", most);
+    };
+  }
+};
+
 std::string device_names() {
   std::string names;
   for (const plan::Device& device : plan::devices()) {
@@ -23,16 +38,16 @@ std::string device_names() {
   return names;
 }
 
-void add_outputs(CLI::App& command, PlanArguments& arguments, bool draws) {
+constexpr const char* kDeviceFile = ", or a JSON file like those of src/plan/devices";
+
+void add_outputs(CLI::App& command, PlanArguments& arguments) {
   command.add_option("--json", arguments.json, "Also write the numbers to this file")
       ->type_name("FILE");
-  if (draws) {
-    command.add_option("--svg", arguments.svg, "Also draw them into this file")->type_name("FILE");
-  }
+  command.add_option("--svg", arguments.svg, "Also draw them into this file")->type_name("FILE");
 }
 
 void add_device(CLI::App& command, PlanArguments& arguments) {
-  command.add_option("--device", arguments.device, device_names())
+  command.add_option("--device", arguments.device, device_names() + kDeviceFile)
       ->type_name("NAME")
       ->capture_default_str();
 }
@@ -43,15 +58,15 @@ void add_shape(CLI::App& command, PlanArguments& arguments) {
       ->capture_default_str();
   command.add_option("--batch", arguments.batch, "Sequences")
       ->type_name("N")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, kMaxCount))
       ->capture_default_str();
   command.add_option("--heads", arguments.heads, "Query heads")
       ->type_name("N")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, kMaxCount))
       ->capture_default_str();
   command.add_option("--heads-kv", arguments.heads_kv, "Key heads; 0: as many")
       ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0, kMaxCount))
       ->capture_default_str();
   command.add_option("--head-dim", arguments.head_dim, "Of q, k and v")
       ->type_name("N")
@@ -59,10 +74,27 @@ void add_shape(CLI::App& command, PlanArguments& arguments) {
       ->capture_default_str();
 }
 
+void add_tokens_kv(CLI::App& command, PlanArguments& arguments) {
+  command
+      .add_option("--tokens-kv", arguments.tokens_kv, "Keys of a sequence; as many if not given")
+      ->type_name("N");
+}
+
+void add_mask(CLI::App& command, PlanArguments& arguments) {
+  CLI::Option* causal =
+      command.add_flag("--causal", arguments.causal, "A row sees the keys up to its own")
+          ->disable_flag_override();
+  command.add_option("--window", arguments.window, "LEFT,RIGHT, as in `flashgrad run`")
+      ->type_name("LEFT,RIGHT")
+      ->excludes(causal);
+}
+
 void add_roofline(CLI::App& app, PlanArguments& arguments) {
   CLI::App* roofline =
       app.add_subcommand("roofline", "Cycles per resource and tile, what binds, whether it fits");
-  roofline->add_option("--device", arguments.device, device_names() + ", or cpu: this machine")
+  roofline
+      ->add_option("--device", arguments.device,
+                   device_names() + kDeviceFile + ", or cpu: this machine")
       ->type_name("NAME")
       ->capture_default_str();
   roofline
@@ -79,7 +111,7 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
       ->add_flag("--generations", arguments.generations,
                  "FlashAttention 1 to 4 on each device: what binds")
       ->disable_flag_override();
-  add_outputs(*roofline, arguments, true);
+  add_outputs(*roofline, arguments);
 }
 
 void add_memory(CLI::App& app, PlanArguments& arguments) {
@@ -87,15 +119,16 @@ void add_memory(CLI::App& app, PlanArguments& arguments) {
       app.add_subcommand("memory", "What a backward pass holds, with P stored and made again");
   add_device(*memory, arguments);
   add_shape(*memory, arguments);
+  add_tokens_kv(*memory, arguments);
   memory->add_option("--dtype", arguments.dtype, "Of the tensors")
       ->type_name("DTYPE")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
   memory->add_option("--gpus", arguments.gpus, "That share the sequence")
       ->type_name("N")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1 << 30))
       ->capture_default_str();
-  add_outputs(*memory, arguments, false);
+  add_outputs(*memory, arguments);
 }
 
 void add_schedule(CLI::App& app, PlanArguments& arguments) {
@@ -103,6 +136,7 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       "schedule", "Tiles on processors: makespan, idle and waiting time, working set");
   add_device(*schedule, arguments);
   add_shape(*schedule, arguments);
+  add_tokens_kv(*schedule, arguments);
   std::string names;
   for (const plan::Policy& policy : plan::policies(true)) {
     names += (names.empty() ? "" : ", ") + std::string(policy.name);
@@ -114,13 +148,18 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
   schedule->add_option("--order", arguments.order, names)->type_name("NAME")->capture_default_str();
   schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
       ->disable_flag_override();
-  CLI::Option* causal =
-      schedule->add_flag("--causal", arguments.causal, "A row sees the keys up to its own")
-          ->disable_flag_override();
-  schedule->add_option("--window", arguments.window, "LEFT,RIGHT, as in `flashgrad run`")
-      ->type_name("LEFT,RIGHT")
-      ->excludes(causal);
+  add_mask(*schedule, arguments);
+  schedule
+      ->add_option("--align", arguments.align,
+                   "Where the diagonal stands: bottom-right or top-left")
+      ->type_name("CORNER")
+      ->check(CLI::IsMember({"bottom-right", "top-left"}))
+      ->capture_default_str();
   schedule->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+      ->type_name("N,N,...");
+  schedule
+      ->add_option("--packed-kv", arguments.packed_kv,
+                   "Keys of each sequence of --packed; as many if not given")
       ->type_name("N,N,...");
   schedule->add_option("--cluster", arguments.cluster, "CTAs that work together (backward)")
       ->type_name("1|2")
@@ -131,29 +170,29 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->check(CLI::Range(0, 4096))
       ->capture_default_str();
   schedule
-      ->add_option("--section", arguments.section, "Heads launched together; 0: what fits the L2")
+      ->add_option("--section", arguments.section, "Heads launched together; 0: as the kernels do")
       ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0, 1 << 30))
       ->capture_default_str();
   schedule->add_option("--step-cycles", arguments.step_cycles, "Of a step; 0: the kernel's bound")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule->add_option("--tile-cycles", arguments.tile_cycles, "Of a tile besides its steps")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule
       ->add_option("--signal-cycles", arguments.signal_cycles,
                    "From an addition to dq until another processor may add")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule
       ->add_option("--turn-cycles", arguments.turn_cycles,
                    "That a step takes longer with turns at dq (an H200's fence and counter: 60)")
       ->type_name("X")
-      ->check(CLI::NonNegativeNumber)
+      ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule->add_option("--slack", arguments.slack, "Steps that products may be ahead of additions")
       ->type_name("N")
@@ -161,13 +200,13 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->capture_default_str();
   schedule->add_option("--jitter", arguments.jitter, "Steps take up to this share longer")
       ->type_name("X")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(NumberRange(1))
       ->capture_default_str();
   schedule->add_option("--spread", arguments.spread, "Processors are slower by up to this share")
       ->type_name("X")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(NumberRange(1))
       ->capture_default_str();
-  add_outputs(*schedule, arguments, true);
+  add_outputs(*schedule, arguments);
 }
 
 void add_simulate(CLI::App& app, PlanArguments& arguments) {
@@ -192,25 +231,40 @@ void add_simulate(CLI::App& app, PlanArguments& arguments) {
       ->disable_flag_override();
   simulate->add_option("--seed", arguments.seed, "Of the order of events that no barrier orders")
       ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(0, INT32_MAX))
       ->capture_default_str();
   simulate
       ->add_option("--drop-wait", arguments.drop_wait,
                    "Leave out a wait; any other text lists the waits")
       ->type_name("ROLE/CTA/BARRIER");
-  add_outputs(*simulate, arguments, false);
+  add_outputs(*simulate, arguments);
 }
 
 void add_predict(CLI::App& app, PlanArguments& arguments) {
-  CLI::App* predict =
-      app.add_subcommand("predict", "Predicted against measured times of benchmarks/results");
+  CLI::App* predict = app.add_subcommand(
+      "predict",
+      "Times of one call on an H200, or predicted beside measured in benchmarks/results");
   predict
       ->add_option(
           "--results", arguments.results,
-          "Files of `flashgrad bench`, benchmarks/peers.py --suite speed, or the GPU programs")
-      ->required()
+          "Files of `flashgrad bench`, benchmarks/peers.py and the GPU programs, or a folder of "
+          "them; without it the call of the other options")
       ->type_name("FILE");
-  add_outputs(*predict, arguments, false);
+  add_shape(*predict, arguments);
+  predict->add_option("--head-dim-v", arguments.head_dim_v, "Of v; 0: as q and k")
+      ->type_name("N")
+      ->check(CLI::Range(0, 256))
+      ->capture_default_str();
+  predict->add_option("--pass", arguments.pass, "forward or backward")
+      ->type_name("PASS")
+      ->check(CLI::IsMember({"forward", "backward"}))
+      ->capture_default_str();
+  add_mask(*predict, arguments);
+  predict->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+      ->type_name("N,N,...");
+  predict->add_flag("--deterministic", arguments.deterministic, "dq in a fixed order (backward)")
+      ->disable_flag_override();
+  add_outputs(*predict, arguments);
 }
 
 void write_file(const std::string& path, const std::string& text) {
@@ -244,19 +298,20 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
     if (plan.got_subcommand("roofline")) {
       result = plan_roofline(arguments, &svg);
     } else if (plan.got_subcommand("memory")) {
-      result = plan_memory(arguments);
+      result = plan_memory(arguments, &svg);
     } else if (plan.got_subcommand("schedule")) {
       result = plan_schedule(arguments, &svg);
     } else if (plan.got_subcommand("predict")) {
-      result = plan_predict(arguments);
+      result = plan_predict(arguments, &svg);
     } else {
-      result = plan_simulate(arguments, &ok);
+      result = plan_simulate(arguments, &svg, &ok);
     }
   } catch (const std::invalid_argument& error) {
     throw Error(printable(error.what(), 1000));
   }
   if (!arguments.json.empty()) {
-    write_file(arguments.json, result.dump(1) + "\n");
+    write_file(arguments.json,
+               result.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
   if (!arguments.svg.empty()) {
     if (svg.empty()) {

@@ -22,7 +22,9 @@ struct PlanArguments {
 
   std::string pass = "backward";
   std::string tokens = "16384";
+  std::string tokens_kv;  // empty: tokens
   std::string packed;
+  std::string packed_kv;  // empty: packed
   int batch = 1;
   int heads = 16;
   int heads_kv = 0;  // 0: heads
@@ -30,6 +32,7 @@ struct PlanArguments {
   std::string dtype = "bf16";
   bool causal = false;
   std::string window;
+  std::string align = "bottom-right";
 
   std::string order = "sections";
   bool compare = false;
@@ -44,6 +47,8 @@ struct PlanArguments {
   double spread = 0.02;
 
   std::vector<std::string> results;
+  int head_dim_v = 0;  // 0: head_dim
+  bool deterministic = false;
 
   std::string program = "fa4-2cta";
   std::string drop_wait;

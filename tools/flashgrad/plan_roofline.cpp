@@ -2,6 +2,7 @@
 // `flashgrad plan roofline` and `flashgrad plan memory`.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -9,6 +10,8 @@
 #include "peak.hpp"
 #include "plan/account.hpp"
 #include "plan/memory.hpp"
+#include "plan/pictures.hpp"
+#include "plan/pipeline.hpp"
 #include "plan_commands.hpp"
 #include "plan_shape.hpp"
 #include "text.hpp"
@@ -18,7 +21,9 @@ namespace {
 
 using nlohmann::ordered_json;
 
-ordered_json to_json(const plan::Kernel& kernel, const plan::Account& a) {
+ordered_json to_json(const plan::Kernel& kernel, const plan::Device& device) {
+  const plan::Account a = plan::account(kernel, device);
+  const double expected_cycles = kernel.workers > 0 ? plan::step_cycles(kernel, device) : 0;
   ordered_json shared = ordered_json::object();
   for (int i = 0; i < plan::kNumUses; ++i) {
     shared[plan::name_of(static_cast<plan::Use>(i))] = a.by_use[static_cast<std::size_t>(i)];
@@ -38,6 +43,7 @@ ordered_json to_json(const plan::Kernel& kernel, const plan::Account& a) {
           {"l2_reduce_cycles", a.l2_reduce},
           {"l2_bytes_per_clk", a.l2_bytes_per_clk},
           {"bound_cycles", a.bound},
+          {"expected_cycles", kernel.workers > 0 ? ordered_json(expected_cycles) : ordered_json()},
           {"tensor_cores_busy", a.busy()},
           {"bottleneck", plan::name_of(a.bottleneck)},
           {"shared_bytes", a.shared_bytes},
@@ -47,18 +53,19 @@ ordered_json to_json(const plan::Kernel& kernel, const plan::Account& a) {
 }
 
 std::string table_header() {
-  return fmt::format("  {:<30} {:>6} {:>6} {:>6} {:>6} {:>8} {:>6} {:>5}  {}\n", "kernel", "MMA",
-                     "exp", "shared", "HBM", "L2 B/clk", "bound", "busy", "bottleneck");
+  return fmt::format("  {:<32} {:>6} {:>6} {:>6} {:>5} {:>6} {:>8} {:>6} {:>5}  {}\n", "kernel",
+                     "MMA", "exp", "shared", "/MMA", "HBM", "L2 B/clk", "bound", "busy",
+                     "bottleneck");
 }
 
 std::string table_row(const std::string& name, const plan::Account& a) {
   std::string text = fmt::format(
-      "  {:<30} {:>6.0f} {:>6.0f} {:>6.0f} {:>6.0f} {:>8.1f} {:>6.0f} "
+      "  {:<32} {:>6.0f} {:>6.0f} {:>6.0f} {:>4.0f}% {:>6.0f} {:>8.1f} {:>6.0f} "
       "{:>4.0f}%  {}\n",
-      name, a.mma, a.exp, a.shared, a.hbm, a.l2_bytes_per_clk, a.bound, 100 * a.busy(),
-      plan::name_of(a.bottleneck));
+      name, a.mma, a.exp, a.shared, 100 * a.shared / a.mma, a.hbm, a.l2_bytes_per_clk, a.bound,
+      100 * a.busy(), plan::name_of(a.bottleneck));
   for (const std::string& overflow : a.overflows) {
-    text += fmt::format("  {:<30} does not fit: {}\n", "", overflow);
+    text += fmt::format("  {:<32} does not fit: {}\n", "", overflow);
   }
   return text;
 }
@@ -132,7 +139,7 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
       "keys\n",
       kernel.name, device.name, kernel.description, kernel.head_dim, kernel.queries, kernel.keys);
   const auto line = [&text](const std::string& what, double cycles) {
-    text += fmt::format("  {:<46} {:>7.0f}\n", what, cycles);
+    text += fmt::format("  {:<62} {:>7.0f}\n", what, cycles);
   };
   for (const plan::Product& product : kernel.products) {
     line(fmt::format("MMA: {} = {} x {} x {}", product.name, product.rows, product.columns,
@@ -149,10 +156,16 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
     line(fmt::format("shared, all {}", plan::name_of(static_cast<plan::Use>(i))),
          a.by_use[static_cast<std::size_t>(i)]);
   }
+  const double operands = a.by_use[static_cast<std::size_t>(plan::Use::kOperands)];
+  line("shared memory but operands, as the kernel's own account counts", a.shared - operands);
   line("shared memory, as the kernel's own account counts", a.shared);
   line("HBM", a.hbm);
   line("reductions into the L2, where the rate is known", a.l2_reduce);
   line("bound", a.bound);
+  if (kernel.workers > 0) {
+    line(fmt::format("expected, warpgroups between products and softmax: {}", kernel.workers),
+         plan::step_cycles(kernel, device));
+  }
   text += fmt::format(
       "bottleneck: {}; tensor cores busy {:.0f} % at best\n"
       "L2: {:.1f} bytes per clock; reductions {:.0f} bytes\nholds: {} of shared memory, {:.0f} "
@@ -163,7 +176,7 @@ ordered_json one_kernel(const plan::Kernel& kernel, const plan::Device& device) 
     text += "does not fit: " + overflow + "\n";
   }
   print_out(text);
-  return to_json(kernel, a);
+  return to_json(kernel, device);
 }
 
 // The tiles that fit, with and without a cluster, and what the cluster buys.
@@ -182,11 +195,11 @@ ordered_json search(const plan::Device& device, int head_dim, std::string* svg) 
     winners.insert(winners.end(), found.begin(), found.begin() + (found.empty() ? 0 : 1));
     for (std::size_t i = 0; i < std::min(kShown, found.size()); ++i) {
       const plan::Account a = plan::account(found[i], device);
-      const double cost = 1024 * a.bound / found[i].exponentials();
+      const double cost = 1024 * a.bound / found[i].pairs();
       best[cluster - 1] = i == 0 ? cost : best[cluster - 1];
       print_out(fmt::format("  {:>7.1f} {:>4.0f}%  L2 {:>4.1f} B/clk  {}\n", cost, 100 * a.busy(),
                             a.l2_bytes_per_clk, found[i].description));
-      rows.push_back(to_json(found[i], a));
+      rows.push_back(to_json(found[i], device));
     }
   }
   *svg = plan::bars_svg(winners, device);
@@ -216,12 +229,16 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   if (arguments.device == "cpu") {
     return this_machine();
   }
-  const plan::Device& device = plan::find_device(arguments.device);
+  const plan::Device device = device_of(arguments);
   if (arguments.sources) {
     return sources(device);
   }
   if (arguments.kernels == std::vector<std::string>{"hopper-backward"}) {
     return search(device, arguments.head_dim, svg);
+  }
+  if (std::find(arguments.kernels.begin(), arguments.kernels.end(), "hopper-backward") !=
+      arguments.kernels.end()) {
+    throw Error("--kernel: hopper-backward goes alone");
   }
   if (!arguments.kernels.empty()) {
     std::vector<plan::Kernel> kernels;
@@ -239,29 +256,35 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   for (const plan::Kernel& kernel : plan::kernels()) {
     const plan::Account a = plan::account(kernel, device);
     print_out(table_row(kernel.name, a));
-    rows.push_back(to_json(kernel, a));
+    rows.push_back(to_json(kernel, device));
   }
   *svg = plan::bars_svg(plan::kernels(), device);
   return {{"device", device.name}, {"kernels", rows}};
 }
 
-ordered_json plan_memory(const PlanArguments& arguments) {
-  const plan::Device& device = plan::find_device(arguments.device);
+ordered_json plan_memory(const PlanArguments& arguments, std::string* svg) {
+  const plan::Device device = device_of(arguments);
   plan::MemoryShape shape;
   shape.batch = arguments.batch;
   shape.heads_q = arguments.heads;
   shape.heads_kv = heads_kv(arguments);
-  shape.seqlen_q = shape.seqlen_kv = static_cast<double>(parse_tokens(arguments.tokens));
+  const Tokens tokens = parse_tokens(arguments);
+  shape.seqlen_q = static_cast<double>(tokens.q);
+  shape.seqlen_kv = static_cast<double>(tokens.kv);
   shape.head_dim = shape.head_dim_v = arguments.head_dim;
   shape.element_bytes = arguments.dtype == "f32" ? 4 : 2;
   shape.gpus = arguments.gpus;
-  print_out(
-      fmt::format("backward, batch {} of {} tokens, {} query and {} key heads of {}, {}, "
-                  "each of {} GPUs\n",
-                  arguments.batch, arguments.tokens, arguments.heads, heads_kv(arguments),
-                  arguments.head_dim, arguments.dtype, arguments.gpus));
+  if (shape.gpus > shape.seqlen_q) {
+    throw Error("--gpus: more GPUs than tokens of a sequence");
+  }
+  print_out(fmt::format(
+      "backward, batch {} of {} tokens and {} keys, {} query and {} key heads of {}, {}, "
+      "each of {} GPUs\n",
+      arguments.batch, tokens.q, tokens.kv, arguments.heads, heads_kv(arguments),
+      arguments.head_dim, arguments.dtype, arguments.gpus));
   const plan::MemoryPlan standard = plan::standard_backward_memory(shape);
   const plan::MemoryPlan recomputing = plan::recomputing_backward_memory(shape);
+  *svg = plan::memory_svg(standard, recomputing);
   ordered_json result = {{"standard", print_plan("standard, P stored", standard)},
                          {"recomputing", print_plan("P made again", recomputing)}};
   print_out(fmt::format("{} {:.0f} times less; {} holds {}: {}\n", "that is",

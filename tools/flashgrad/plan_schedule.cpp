@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// `flashgrad plan schedule`, and the shape options.
+// `flashgrad plan schedule`.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 
-#include "options.hpp"
 #include "plan/account.hpp"
+#include "plan/pictures.hpp"
 #include "plan/schedule.hpp"
 #include "plan_commands.hpp"
 #include "plan_shape.hpp"
@@ -18,86 +19,70 @@ using nlohmann::ordered_json;
 
 // More steps than this would take minutes to run through.
 constexpr std::int64_t kMaxSteps = std::int64_t{1} << 24;
+constexpr double kMaxTiles = 1 << 21;
 
 // The kernel whose tiles are scheduled, by pass, device and cluster. A step is 64 queries in the
 // backward, a block of keys in the forward.
 struct Scheduled {
-  const plan::Kernel* kernel;
+  plan::Kernel kernel;
   plan::TileSize tile;
   double steps_of_64;  // of the kernel's own step
 };
 
 Scheduled scheduled_kernel(const PlanArguments& arguments, const plan::Device& device) {
   const bool blackwell = device.tensor_memory_columns > 0;
+  const int d = arguments.head_dim;
+  Scheduled scheduled;
   if (arguments.pass == "forward") {
-    if (blackwell) {
-      return {&plan::find_kernel("fa4-forward"), {.rows = 128, .keys = 128}, 1};
+    scheduled.kernel = blackwell ? plan::fa4_forward(d) : plan::sm90_forward_kernel(d, d);
+    scheduled.tile = {.rows = scheduled.kernel.queries, .keys = scheduled.kernel.keys};
+    scheduled.steps_of_64 = 1;
+  } else if (blackwell) {
+    scheduled = {
+        plan::fa4_backward(d, arguments.cluster), {.keys = 128, .cluster = arguments.cluster}, 2};
+  } else if (d > 128) {
+    throw Error(
+        "--head-dim: above 128 the sm90 backward runs in passes of two kernels, which `flashgrad "
+        "plan predict` times; want at most 128");
+  } else {
+    scheduled.kernel = plan::sm90_backward_kernel(d, false, arguments.cluster == 2);
+    scheduled.tile = {.keys = scheduled.kernel.keys, .cluster = scheduled.kernel.ctas};
+    scheduled.steps_of_64 = 1;
+  }
+  plan::require_fit(scheduled.kernel, device);
+  return scheduled;
+}
+
+// Something to do, and not too much of it.
+void require_work(const plan::ScheduleProblem& problem, const plan::TileSize& tile) {
+  const double tiles = static_cast<double>(std::max(problem.seqlen_q, problem.seqlen_kv)) / 64 *
+                       static_cast<double>(problem.heads_q) * static_cast<double>(problem.batch);
+  std::int64_t steps = 0;
+  if (tiles <= kMaxTiles) {
+    for (const plan::WorkTile& work :
+         plan::launch_order(problem, plan::find_policy(problem.backward, "natural"), tile)) {
+      steps += work.steps;
     }
-    return {&plan::find_kernel("sm90-forward-D128"), {.rows = 192, .keys = 80}, 1};
   }
-  if (arguments.cluster == 2) {
-    return {&plan::find_kernel(blackwell ? "fa4-backward-2cta" : "sm90-backward-D128Cluster"),
-            {.keys = 128, .cluster = 2},
-            blackwell ? 2.0 : 1.0};
+  if (tiles > kMaxTiles || steps > kMaxSteps) {
+    throw Error(fmt::format("more than {} tiles or {} steps; take fewer heads or tokens", kMaxTiles,
+                            kMaxSteps));
   }
-  return {&plan::find_kernel(blackwell ? "fa4-backward" : "sm90-backward-D128"),
-          {.keys = 128},
-          blackwell ? 2.0 : 1.0};
+  if (steps == 0) {
+    throw Error("nothing to do: no row sees a key");
+  }
 }
 
 struct Run {
   const plan::Policy* policy;
+  std::int64_t section;
   plan::Timeline timeline;
 };
 
 }  // namespace
 
-std::int64_t parse_tokens(const std::string& text) {
-  const bool kilo = !text.empty() && text.back() == 'K';
-  const bool mega = !text.empty() && text.back() == 'M';
-  const std::int64_t number =
-      parse_integer(std::string_view(text).substr(0, text.size() - (kilo || mega ? 1 : 0)),
-                    "--tokens", 1, 1 << 30);
-  return number * (kilo ? 1 << 10 : mega ? 1 << 20 : 1);
-}
-
-std::vector<std::int32_t> parse_lengths(const std::string& text) {
-  std::vector<std::int32_t> lengths;
-  std::int64_t total = 0;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    lengths.push_back(static_cast<std::int32_t>(
-        parse_integer(std::string_view(text).substr(begin, end - begin), "--packed", 0, 1 << 24)));
-    total += lengths.back();
-    begin = end + 1;
-  }
-  if (total > 1 << 30) {
-    throw Error("--packed: more than 2^30 tokens");
-  }
-  return lengths;
-}
-
-int heads_kv(const PlanArguments& arguments) {
-  const int heads = arguments.heads_kv == 0 ? arguments.heads : arguments.heads_kv;
-  if (arguments.heads % heads != 0) {
-    throw Error(
-        fmt::format("--heads-kv: {} does not divide {} query heads", heads, arguments.heads));
-  }
-  return heads;
-}
-
-BandMask plan_mask(const PlanArguments& arguments) {
-  CallArguments call;
-  call.causal = arguments.causal;
-  if (!arguments.window.empty()) {
-    call.window = arguments.window;
-  }
-  const CallOptions options(call);
-  return {options.options.window_left, options.options.window_right, Alignment::kBottomRight};
-}
-
 ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
-  const plan::Device& device = plan::find_device(arguments.device);
+  const plan::Device device = device_of(arguments);
   Scheduled scheduled = scheduled_kernel(arguments, device);
   plan::ScheduleProblem problem;
   problem.backward = arguments.pass == "backward";
@@ -107,29 +92,26 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   problem.head_dim = arguments.head_dim;
   problem.mask = plan_mask(arguments);
   if (arguments.packed.empty()) {
-    problem.seqlen_q = problem.seqlen_kv = parse_tokens(arguments.tokens);
+    const Tokens tokens = parse_tokens(arguments);
+    problem.seqlen_q = tokens.q;
+    problem.seqlen_kv = tokens.kv;
   } else {
-    problem.packed_q = problem.packed_kv = parse_lengths(arguments.packed);
-    for (const std::int32_t length : problem.packed_q) {
-      problem.seqlen_q += length;
-    }
-    problem.seqlen_kv = problem.seqlen_q;
+    const Lengths lengths = parse_lengths(arguments);
+    problem.packed_q = lengths.q;
+    problem.packed_kv = lengths.kv;
+    problem.seqlen_q = std::accumulate(lengths.q.begin(), lengths.q.end(), std::int64_t{0});
+    problem.seqlen_kv = std::accumulate(lengths.kv.begin(), lengths.kv.end(), std::int64_t{0});
   }
-  problem.section =
-      arguments.section > 0 ? arguments.section : plan::heads_in_l2(problem, device.l2_bytes);
-  if (problem.seqlen_q / 64 * (problem.seqlen_kv / 128) * problem.heads_q * problem.batch >
-      kMaxSteps) {
-    throw Error(fmt::format("more than {} steps; take fewer heads or tokens", kMaxSteps));
-  }
+  require_work(problem, scheduled.tile);
 
   plan::Machine machine;
   machine.processors = arguments.processors > 0
                            ? arguments.processors
                            : static_cast<int>(device.sm_count) / scheduled.tile.cluster;
   scheduled.tile.max_round = std::clamp(machine.processors / 2, 1, 32);
-  machine.step_cycles = arguments.step_cycles > 0 ? arguments.step_cycles
-                                                  : plan::account(*scheduled.kernel, device).bound /
-                                                        scheduled.steps_of_64;
+  machine.step_cycles = arguments.step_cycles > 0
+                            ? arguments.step_cycles
+                            : plan::account(scheduled.kernel, device).bound / scheduled.steps_of_64;
   machine.tile_cycles = arguments.tile_cycles;
   machine.signal_cycles = arguments.signal_cycles;
   machine.turn_cycles = arguments.turn_cycles;
@@ -140,9 +122,14 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   std::vector<Run> runs;
   for (const plan::Policy& policy : plan::policies(problem.backward)) {
     if (arguments.compare || arguments.order == policy.name) {
-      runs.push_back(
-          {&policy, plan::simulate(problem, plan::launch_order(problem, policy, scheduled.tile),
-                                   policy, machine)});
+      problem.section = !policy.swizzled ? 1
+                        : arguments.section > 0
+                            ? arguments.section
+                            : plan::kernel_section(problem, policy, scheduled.tile,
+                                                   machine.processors, device.l2_bytes);
+      runs.push_back({&policy, problem.section,
+                      plan::simulate(problem, plan::launch_order(problem, policy, scheduled.tile),
+                                     policy, machine)});
     }
   }
   if (runs.empty()) {
@@ -155,24 +142,25 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
                    [&](const Run& x, const Run& y) { return cost(x) < cost(y); });
 
   print_out(fmt::format(
-      "{} by {} on {} {} of {}, {:.0f} cycles a step, sections of {} heads\n"
-      "  {:<24} {:>9} {:>6} {:>6} {:>8} {:>9}\n",
-      arguments.pass, scheduled.kernel->name, machine.processors,
+      "{} by {} on {} {} of {}, {:.0f} cycles a step\n"
+      "  {:<24} {:>7} {:>9} {:>6} {:>6} {:>8} {:>9}\n",
+      arguments.pass, scheduled.kernel.name, machine.processors,
       scheduled.tile.cluster == 2 ? "pairs of SMs" : "SMs", device.name, machine.step_cycles,
-      problem.section, "order", "kcycles", "speed", "idle", "waiting", "in use"));
+      "order", "section", "kcycles", "speed", "idle", "waiting", "in use"));
   ordered_json rows = ordered_json::array();
   for (const Run& run : runs) {
     const plan::Timeline& t = run.timeline;
     if (t.deadlock) {
-      print_out(fmt::format("  {:<24} deadlock: waits for tiles that have not started\n",
-                            run.policy->name));
+      print_out(fmt::format("  {:<24} {:>7} deadlock: waits for tiles that have not started\n",
+                            run.policy->name, run.section));
     } else {
-      print_out(fmt::format("  {:<24} {:>9.0f} {:>5.1f}% {:>5.1f}% {:>7.1f}% {:>9}  {}\n",
-                            run.policy->name, t.makespan / 1000,
+      print_out(fmt::format("  {:<24} {:>7} {:>9.0f} {:>5.1f}% {:>5.1f}% {:>7.1f}% {:>9}  {}\n",
+                            run.policy->name, run.section, t.makespan / 1000,
                             100 * runs.front().timeline.makespan / t.makespan, 100 * t.idle,
                             100 * t.waiting, format_bytes(t.peak_bytes), run.policy->description));
     }
     rows.push_back({{"order", run.policy->name},
+                    {"section", run.section},
                     {"deadlock", t.deadlock},
                     {"makespan_cycles", t.makespan},
                     {"idle", t.idle},
@@ -182,9 +170,11 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   }
   *svg = plan::gantt_svg(runs.front().timeline,
                          fmt::format("{}, {}", arguments.pass, runs.front().policy->name));
-  return {{"kernel", scheduled.kernel->name}, {"device", device.name},
-          {"processors", machine.processors}, {"step_cycles", machine.step_cycles},
-          {"section", problem.section},       {"orders", rows}};
+  return {{"kernel", scheduled.kernel.name},
+          {"device", device.name},
+          {"processors", machine.processors},
+          {"step_cycles", machine.step_cycles},
+          {"orders", rows}};
 }
 
 }  // namespace flashgrad::tool

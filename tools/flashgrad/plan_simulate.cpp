@@ -6,6 +6,7 @@
 
 #include "plan/account.hpp"
 #include "plan/judge.hpp"
+#include "plan/pictures.hpp"
 #include "plan/simulator.hpp"
 #include "plan_commands.hpp"
 #include "text.hpp"
@@ -45,7 +46,7 @@ void print_map(const plan::Program& program) {
 
 }  // namespace
 
-ordered_json plan_simulate(const PlanArguments& arguments, bool* ok) {
+ordered_json plan_simulate(const PlanArguments& arguments, std::string* svg, bool* ok) {
   const plan::ProgramChoice& choice = plan::find_program(arguments.program);
   const int keys = std::max(arguments.keys, choice.keys);
   if (keys % choice.keys != 0 || arguments.queries % 128 != 0) {
@@ -71,6 +72,7 @@ ordered_json plan_simulate(const PlanArguments& arguments, bool* ok) {
     result =
         plan::run(plan::without(program, site), data, static_cast<std::uint64_t>(arguments.seed));
   }
+  *svg = plan::trace_svg(program, result.trace);
   ordered_json faults = ordered_json::array();
   for (const plan::Fault& fault : result.faults) {
     print_out("fault: " + fault.message + "\n");

@@ -152,20 +152,9 @@ def attention(
 
     Parameters
     ----------
-    q : array, (batch, seqlen_q, heads_q, head_dim) or packed (total_q, heads_q, head_dim)
-        float32, bfloat16, float16, or float64 on the CPU (by the reference backend).
-    k : array, (batch, seqlen_kv, heads_kv, head_dim) or (total_kv, heads_kv, head_dim)
-    v : array, (batch, seqlen_kv, heads_kv, head_dim_v) or (total_kv, heads_kv, head_dim_v)
-    causal, window, alignment, scale, softcap
-        As in ``flashgrad.forward``; Python values, not traced ones.
-    sinks : array (heads_q), optional
-        float32 (float64 with float64 q); differentiable.
-    cu_seqlens_q, cu_seqlens_kv : int32 array (batch + 1), optional
-    seqused_q, seqused_kv : int32 array (batch), optional
-    q_offset : integer array (batch), optional
-        As in ``flashgrad.forward``.
-    max_seqlen_q, max_seqlen_kv : int
-        Upper bounds of the packed lengths, which save workspace. 0: the totals.
+    q, k, v, causal, window, alignment, scale, softcap, sinks, cu_seqlens_q, ...
+        As in ``flashgrad.forward``, but that options are Python values, not traced ones, and
+        q_offset has any integer dtype. sinks are differentiable.
     deterministic : bool
         Gradients of the same bits run after run on a GPU; on the CPU they always are.
 

@@ -30,31 +30,40 @@ def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any = None) -> Non
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    window_size: tuple[int | None, int | None],
-    alignment: Alignment,
-    softmax_scale: float | None,
-    return_lse: bool,
-    return_attn_probs: bool,
+    tensors: tuple[torch.Tensor, ...],
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    alignment: Alignment = "bottom-right",
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    return_attn_probs: bool = False,
+    dropout_p: float = 0.0,
+    alibi_slopes: None = None,
+    block_table: None = None,
+    seqused_k: torch.Tensor | None = None,
     **options: Any,
 ) -> Output:
+    """The options of flash-attn and flashgrad on tensors as ``attention`` takes them."""
+    _refuse(dropout_p, alibi_slopes, block_table)
     # As flash-attn's users expect, a negative side is open, and causal closes the right one.
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    left, right = (
+        window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    )
+    if left is not None and left < 0:
+        left = None
     if causal:
         right = 0
+    elif right is not None and right < 0:
+        right = None
     if alignment not in ALIGNMENTS:
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     out, lse = attention(
-        q,
-        k,
-        v,
+        *tensors,
         window_left=left,
         window_right=right,
         top_left=alignment == "top-left",
         scale=softmax_scale,
+        seqused_kv=seqused_k,
         **options,
     )
     if return_attn_probs:
@@ -62,14 +71,13 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
-def _unbind(packed: torch.Tensor, name: str, parts: int, dim: int) -> tuple[torch.Tensor, ...]:
+def _check_packed(packed: torch.Tensor, name: str, parts: int, dim: int) -> None:
     if packed.ndim != dim + 3 or packed.shape[dim] != parts:
         rows = "batch, seqlen" if dim == 2 else "total"
         raise ValueError(
             f"flashgrad: {name}: shape {tuple(packed.shape)}, want "
             f"({rows}, {parts}, heads, head_dim)"
         )
-    return packed.unbind(dim)
 
 
 def flash_attn_func(
@@ -160,37 +168,71 @@ def flash_attn_func(
     >>> q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
     >>> flash_attn_func(q, k, v, causal=True).sum().backward()
     """
-    _refuse(dropout_p, alibi_slopes)
     return _attend(
-        q, k, v, causal, window_size, alignment, softmax_scale, return_lse, return_attn_probs,
-        softcap=softcap, deterministic=deterministic, sinks=sinks, seqused_q=seqused_q,
-        seqused_kv=seqused_k, q_offset=q_offset,
+        (q, k, v), causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, return_lse=return_lse,
+        sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k, q_offset=q_offset,
+        alignment=alignment,
     )  # fmt: skip
 
 
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, *options: Any, **named_options: Any) -> Output:
-    """``flash_attn_func`` of ``qkv.unbind(2)``, with the same options.
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **more: Any,
+) -> Output:
+    """``flash_attn_func`` of ``qkv.unbind(2)``; its gradient is written as one packed tensor.
 
     Parameters
     ----------
     qkv : Tensor (batch, seqlen, 3, heads, head_dim)
+    dropout_p, softmax_scale, ..., **more
+        As in ``flash_attn_func``.
     """
-    q, k, v = _unbind(qkv, "qkv", 3, 2)
-    return flash_attn_func(q, k, v, *options, **named_options)
+    _check_packed(qkv, "qkv", 3, 2)
+    return _attend(
+        (qkv,), dim=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, **more,
+    )  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
-    q: torch.Tensor, kv: torch.Tensor, *options: Any, **named_options: Any
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **more: Any,
 ) -> Output:
-    """``flash_attn_func`` of q and ``kv.unbind(2)``, with the same options.
+    """``flash_attn_func`` of q and ``kv.unbind(2)``; kv's gradient is written as one tensor.
 
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, heads_q, head_dim)
     kv : Tensor (batch, seqlen_k, 2, heads_k, head_dim)
+    dropout_p, softmax_scale, ..., **more
+        As in ``flash_attn_func``.
     """
-    k, v = _unbind(kv, "kv", 2, 2)
-    return flash_attn_func(q, k, v, *options, **named_options)
+    _check_packed(kv, "kv", 2, 2)
+    return _attend(
+        (q, kv), dim=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, **more,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -240,12 +282,14 @@ def flash_attn_varlen_func(
     out : Tensor (total_q, heads_q, head_dim_v)
     lse : Tensor (heads_q, total_q)
     """
-    _refuse(dropout_p, alibi_slopes, block_table)
     return _attend(
-        q, k, v, causal, window_size, alignment, softmax_scale, return_lse, return_attn_probs,
-        softcap=softcap, deterministic=deterministic, sinks=sinks, seqused_q=seqused_q,
-        seqused_kv=seqused_k, q_offset=q_offset, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k,
+        (q, k, v), cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, causal=causal,
+        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
+        block_table=block_table, return_attn_probs=return_attn_probs, return_lse=return_lse,
+        sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k, q_offset=q_offset,
+        alignment=alignment,
     )  # fmt: skip
 
 
@@ -253,18 +297,32 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int = 0,
-    *options: Any,
-    **named_options: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **more: Any,
 ) -> Output:
-    """``flash_attn_varlen_func`` of ``qkv.unbind(1)``, with the same options.
+    """``flash_attn_varlen_func`` of ``qkv.unbind(1)``; its gradient is written as one tensor.
 
     Parameters
     ----------
     qkv : Tensor (total, 3, heads, head_dim)
+    cu_seqlens, max_seqlen, dropout_p, ..., **more
+        As in ``flash_attn_varlen_func``.
     """
-    q, k, v = _unbind(qkv, "qkv", 3, 1)
-    offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(q, k, v, *offsets, *options, **named_options)
+    _check_packed(qkv, "qkv", 3, 1)
+    return _attend(
+        (qkv,), dim=1, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen, causal=causal,
+        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs, **more,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -274,16 +332,30 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-    *options: Any,
-    **named_options: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **more: Any,
 ) -> Output:
-    """``flash_attn_varlen_func`` of q and ``kv.unbind(1)``, with the same options.
+    """``flash_attn_varlen_func`` of q and ``kv.unbind(1)``; kv's gradient is written as one tensor.
 
     Parameters
     ----------
     q : Tensor (total_q, heads_q, head_dim)
     kv : Tensor (total_k, 2, heads_k, head_dim)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, ..., **more
+        As in ``flash_attn_varlen_func``.
     """
-    k, v = _unbind(kv, "kv", 2, 1)
-    offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, k, v, *offsets, *options, **named_options)
+    _check_packed(kv, "kv", 2, 1)
+    return _attend(
+        (q, kv), dim=1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, causal=causal,
+        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs, **more,
+    )  # fmt: skip

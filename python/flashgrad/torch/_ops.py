@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .._call import Call, capsule_pointer, pack_options
 from .._library import BACKWARD, FORWARD, UNBOUNDED
-from ._plans import Plan, find
+from ._plans import Plan, current_stream, find
 
 _OPTIONS = (
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, "
@@ -82,8 +83,7 @@ def _run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ..
     call.pointers = [0 if c is None else capsule_pointer(c, b"dltensor") for c in capsules]
     num_bytes = call.prepare(which, _pack(*options[_NUM_LENGTHS:]))
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    call.launch(which, workspace.data_ptr(), num_bytes, stream)
+    call.launch(which, workspace.data_ptr(), num_bytes, current_stream(q) if q.is_cuda else 0)
 
 
 def _pack(
@@ -111,33 +111,30 @@ def _forward_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options:
     return out, lse
 
 
-def _gradients(
+def _differentiate(
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
     options: tuple[Any, ...],
-    needs: tuple[bool, ...],
-) -> list[torch.Tensor | None]:
-    """dq, dk, dv and dsinks, None where it is not needed."""
-    gradients = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
-        for x, need in zip((q, k, v, options[0]), needs)
-    ]
-    tensors = [x if x.is_contiguous() else _rows(x) for x in (q, k, v, out, lse)]
+) -> None:
+    """Writes dq, dk, dv and dsinks, where they are not None; ``saved``: q, k, v, out and lse."""
+    tensors = [x if x.is_contiguous() else _rows(x) for x in saved]
     for x in (dout, dlse):
         tensors.append(x if x is None or x.is_contiguous() else _gradient_rows(x))
-    _run(BACKWARD, q, tensors + gradients, options)
-    return gradients
+    _run(BACKWARD, saved[0], [*tensors, *gradients], options)
+
+
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _backward_kernel(*arguments: Any) -> Any:
+    dout, dlse, *saved = arguments[:7]
     options, needs = arguments[7 : 7 + _NUM_OPTIONS], arguments[7 + _NUM_OPTIONS :]
-    gradients = _gradients(*arguments[:7], options, needs)
-    q = arguments[2]
+    q, k, v = saved[:3]
+    gradients = [_empty(x) if need else None for x, need in zip((q, k, v, options[0]), needs)]
+    _differentiate(dout, dlse, saved, gradients, options)
     dtypes = (q.dtype, q.dtype, q.dtype, _lse_dtype(q))
     return tuple(
         q.new_empty((0,), dtype=dtype) if gradient is None else gradient
@@ -195,19 +192,31 @@ def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return True
 
 
-def _is_cast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether autocast has nothing to change in q, k and v."""
-    device_type = "cuda" if q.is_cuda else "cpu"
+def _is_cast(*tensors: torch.Tensor) -> bool:
+    """Whether autocast has nothing to change in the tensors."""
+    device_type = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(device_type):
         return True
     dtype = torch.get_autocast_dtype(device_type)
-    return q.dtype == dtype and k.dtype == dtype and v.dtype == dtype
+    return all(x.dtype == dtype for x in tensors)
+
+
+def _parts(tensors: Sequence[Any], dim: int | None) -> Sequence[Any]:
+    """q, k and v of (q, k, v), or of (q, kv) or (qkv,) packed along ``dim``; None: three None."""
+    if dim is None:
+        return tensors
+    *separate, packed = tensors
+    if packed is None:
+        return [*separate, *[None] * (3 - len(separate))]
+    return [*separate, *packed.unbind(dim)]
 
 
 class _Forward(torch.autograd.Function):
     """out and lse, both differentiable.
 
-    ``direct``: the kernel is called without the dispatcher, by way of ``plan`` if there is one.
+    ``tensors`` are as ``_parts`` takes them, and so are their gradients: those of packed tensors
+    are written where they belong, instead of being stacked. ``direct``: the kernel is called
+    without the dispatcher, by way of ``plan`` if there is one, with ``parts`` of the tensors.
     """
 
     @staticmethod
@@ -215,47 +224,65 @@ class _Forward(torch.autograd.Function):
         ctx: Any,
         direct: bool,
         plan: Plan | None,
-        q: Any,
-        k: Any,
-        v: Any,
-        sinks: Any,
+        parts: Sequence[Any],
+        dim: int | None,
         options: tuple[Any, ...],
+        sinks: Any,
+        *tensors: Any,
     ) -> Any:
         if plan is not None:
-            out, lse = plan.forward(q, k, v)
+            out, lse = plan.forward(*parts)
         elif direct:
-            out, lse = _forward_kernel(q, k, v, sinks, *options)
+            out, lse = _forward_kernel(*parts, sinks, *options)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = _forward_op(q, k, v, sinks, *options)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.options = options
-        ctx.direct, ctx.plan = direct, plan
+                out, lse = _forward_op(*parts, sinks, *options)
+        ctx.save_for_backward(*tensors, out, lse, sinks)
+        ctx.call = direct, plan, dim, options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        needs = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * 7
-        needs = ctx.needs_input_grad[2:6]
-        q, k, v, out, lse, sinks = saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: the operator's own rule will refuse
-            options = (sinks, *ctx.options)
-            gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
-        elif ctx.direct and _is_ordinary(dlse if dout is None else dout, dlse):
-            if ctx.plan is not None:
-                gradients = ctx.plan.backward(dout, dlse, saved[:5], needs[:3])
-                if gradients is not None:
-                    return None, None, *gradients, None, None
-            options = (sinks, *ctx.options)
-            gradients = _gradients(dout, dlse, q, k, v, out, lse, options, needs)
-            return None, None, *gradients, None
-        else:
-            options = (sinks, *ctx.options)
-            with torch._C._AutoDispatchBelowAutograd():
-                gradients = _backward_op(dout, dlse, q, k, v, out, lse, *options, *needs)
-        return None, None, *(g if need else None for g, need in zip(gradients, needs)), None
+            return (None,) * len(needs)
+        need_dsinks, needs = needs[5], needs[6:]
+        direct, plan, dim, options = ctx.call
+        *saved, sinks = ctx.saved_tensors
+        tensors = saved[:-2]
+        if dim is not None:
+            saved = [*_parts(tensors, dim), *saved[-2:]]
+        create_graph = torch.is_grad_enabled()
+        if create_graph or not (direct and _is_ordinary(dlse if dout is None else dout, dlse)):
+            arguments = (dout, dlse, *saved, sinks, *options)
+            # A packed tensor is the last one; all of its parts are needed or none.
+            needs_parts = (*needs, *needs[-1:] * (3 - len(needs)), need_dsinks)
+            if create_graph:  # the operator's own rule will refuse
+                *results, dsinks = _backward_op(*arguments, *needs_parts)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    *results, dsinks = _backward_op(*arguments, *needs_parts)
+            if dim is not None:
+                n = len(needs) - 1
+                results[n:] = [torch.stack(results[n:], dim)] if needs[-1] else [None]
+            results = [x if need else None for x, need in zip(results, needs)]
+            return (None, None, None, None, None, dsinks if need_dsinks else None, *results)
+        results = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
+            for x, need in zip(tensors, needs)
+        ]
+        gradients = results if dim is None else _parts(results, dim)
+        if plan is not None and plan.backward(dout, dlse, saved, gradients, (dim, needs)):
+            return (None, None, None, None, None, None, *results)
+        dsinks = _empty(sinks) if need_dsinks else None
+        _differentiate(dout, dlse, saved, [*gradients, dsinks], (sinks, *options))
+        return (None, None, None, None, None, dsinks, *results)
+
+
+# _Forward.apply without what it does for torch.func's transforms, of which none is active where
+# this is called: 1 us less.
+_apply = super(torch.autograd.Function, _Forward).apply
 
 
 class _Backward(torch.autograd.Function):
@@ -274,16 +301,18 @@ class _Backward(torch.autograd.Function):
         )
 
 
-def _records(tensors: tuple[Any, ...]) -> bool:
+def _records(tensors: Iterable[Any]) -> bool:
     """Whether autograd records an operation on these arguments."""
-    return torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
-    )
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def _forward_autograd(q: Any, k: Any, v: Any, sinks: Any, *options: Any) -> Any:
     if _records((q, k, v, sinks)):
-        return _Forward.apply(False, None, q, k, v, sinks, options)
+        return _Forward.apply(False, None, (q, k, v), None, options, sinks, q, k, v)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(q, k, v, sinks, *options)
 
@@ -324,10 +353,8 @@ _library.impl("forward", _autocast("cuda"), "AutocastCUDA")
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
+    *tensors: torch.Tensor,
+    dim: int | None = None,
     sinks: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
@@ -343,22 +370,33 @@ def attention(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator flashgrad::forward with defaults: out and lse as ``flashgrad.forward``."""
+    """The operator flashgrad::forward with defaults: out and lse as ``flashgrad.forward``.
+
+    ``tensors`` are q, k, v, or with ``dim`` (q, kv) or (qkv,) packed along it. The maxima may be
+    tensors, as Transformers passes them.
+    """
+    if isinstance(max_seqlen_q, torch.Tensor):
+        max_seqlen_q = int(max_seqlen_q)
+    if isinstance(max_seqlen_kv, torch.Tensor):
+        max_seqlen_kv = int(max_seqlen_kv)
     options = (
         cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset, max_seqlen_q, max_seqlen_kv,
         window_left, window_right, top_left, scale, softcap,
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    if _is_ordinary(q, k, v, sinks) and _is_cast(q, k, v):
+    if _is_ordinary(*tensors, sinks) and _is_cast(*tensors):
+        records = _records((*tensors, sinks))
+        # Detached, so that autograd does not record the slices of a packed tensor.
+        q, k, v = parts = tensors if dim is None else _parts([x.detach() for x in tensors], dim)
         plan = None
         if sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None:
             plan = find(q, k, v, options, _make_plan)
-        if _records((q, k, v, sinks)):
-            return _Forward.apply(True, plan, q, k, v, sinks, options)
+        if records:
+            return _apply(True, plan, parts, dim, options, sinks, *tensors)
         if plan is not None:
             return plan.forward(q, k, v)
         return _forward_kernel(q, k, v, sinks, *options)
-    return _forward_op(q, k, v, sinks, *options)
+    return _forward_op(*_parts(tensors, dim), sinks, *options)
 
 
 def _make_plan(q: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> Plan:

@@ -22,6 +22,14 @@ _MAX_PLANS = 64
 # allocator, and so does any on a GPU, where the call's stream owns it.
 _KEPT_WORKSPACE_BYTES = 1 << 17
 
+# DLPack's type code and bits.
+_DTYPES = {
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float64: (2, 64),
+}
+
 _FORWARD_NAMES = ("q", "k", "v", "out", "lse")
 _BACKWARD_NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
 
@@ -42,9 +50,9 @@ class _PreparedCall:
         self.call = Call()
         for name, x in zip(names, tensors):
             if x is not None:
-                code = 4 if x.dtype == torch.bfloat16 else 2  # kDLBfloat, kDLFloat
-                bits = 8 * x.itemsize
-                self.call.add_shape(SLOT[name], x.shape, code, bits, x.stride(), dlpack_device)
+                self.call.add_shape(
+                    SLOT[name], x.shape, *_DTYPES[x.dtype], x.stride(), dlpack_device
+                )
         self.words = self.call.words()
         self.data_words = [DATA_WORD[SLOT[name]] for name in names]
         self.prepare()
@@ -77,6 +85,14 @@ class _PreparedCall:
         return self.call.try_launch(self.which, workspace.data_ptr(), self.num_bytes, stream)
 
 
+def current_stream(x: torch.Tensor) -> int:
+    """The cudaStream_t that is current on the device of a CUDA tensor.
+
+    As ``torch.cuda.current_stream``, which takes 2 us for an object around it.
+    """
+    return torch._C._cuda_getCurrentRawStream(x.get_device())
+
+
 _plans: dict[Any, Plan] = {}
 
 
@@ -97,11 +113,11 @@ def find(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        # Other ranks and mixed devices the library refuses, other strides are copied first.
+        # The library refuses other ranks and dtypes and mixed devices; other strides are copied.
         if not (
             q.ndim == k.ndim == v.ndim == 4
             and q.device == k.device == v.device
-            and all(x.stride(-1) == 1 for x in (q, k, v))
+            and all(x.stride(-1) == 1 and x.dtype in _DTYPES for x in (q, k, v))
         ):
             return None
         if len(_plans) >= _MAX_PLANS:
@@ -133,17 +149,23 @@ class Plan:
         return out, lse
 
     def backward(
-        self, dout: Any, dlse: Any, saved: Sequence[torch.Tensor], needs: tuple[bool, ...]
-    ) -> list[torch.Tensor | None] | None:
-        """dq, dk and dv of the saved q, k, v, out and lse, None where it is not needed.
+        self,
+        dout: Any,
+        dlse: Any,
+        saved: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        form: Any,
+    ) -> bool:
+        """Writes dq, dk and dv, where they are not None, of the saved q, k, v, out and lse.
 
-        None instead of the list: a tensor has to be copied first.
+        The gradients' strides depend on ``form`` alone. False: a tensor has to be copied first, and
+        nothing was written.
         """
-        key: list[Any] = [needs]
+        key: list[Any] = [form]
         for x in saved:  # hooks on saved tensors may have given them other strides
             strides = x.stride()
             if strides[-1] != 1:
-                return None
+                return False
             key.append(strides)
         for x in (dout, dlse):
             if x is None:
@@ -151,14 +173,10 @@ class Plan:
             else:
                 strides = x.stride()
                 if strides[-1] > 1:
-                    return None
+                    return False
                 key.append(strides)
-        gradients = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
-            for x, need in zip(saved, needs)
-        ]
         self._run(BACKWARD, tuple(key), (*saved, dout, dlse, *gradients))
-        return gradients
+        return True
 
     def _run(self, which: int, key: Any, tensors: Sequence[Any]) -> None:
         idle = self._idle.get(key)
@@ -169,8 +187,5 @@ class Plan:
         except IndexError:
             names = _FORWARD_NAMES if which == FORWARD else _BACKWARD_NAMES
             call = _PreparedCall(which, names, tensors, self._options)
-        stream = 0
-        if self._on_gpu:
-            stream = torch.cuda.current_stream(tensors[0].device).cuda_stream
-        call.run(tensors, stream)
+        call.run(tensors, current_stream(tensors[0]) if self._on_gpu else 0)
         idle.append(call)

@@ -96,12 +96,14 @@ def _to_batch_heads(
     """The tensors as (batch, heads, seqlen, dim), and the result's leading dimensions."""
     tensors = (query, key, value)
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in tensors]
+    # A single head of keys or values stands for those of the other, one of queries for all.
+    heads_kv = max(heads[1:])
+    heads = [h if h > 1 else heads_kv for h in heads]
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
     ndim = max(x.ndim for x in tensors)
     leading = (*batch, heads[0]) if ndim > 2 else ()
-    if key.ndim == query.ndim == value.ndim == 4 and key.shape[0] == value.shape[0] == batch[0]:
-        if query.shape[0] == batch[0]:
-            return query, key, value, leading
+    if all(x.ndim == 4 and x.shape[:2] == (*batch, h) for x, h in zip(tensors, heads)):
+        return query, key, value, leading
     q, k, v = (
         x.expand(*batch, h, *x.shape[-2:]).reshape(-1, h, *x.shape[-2:])
         for x, h in zip(tensors, heads)

@@ -9,6 +9,10 @@
 #include <cstring>
 #include <limits>
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "core/dtype.hpp"
 #include "cpu/isa/common.hpp"
 
@@ -41,7 +45,14 @@ struct Generic {
   FG_INLINE Vec sub(Vec a, Vec b) { return a - b; }
   FG_INLINE Vec mul(Vec a, Vec b) { return a * b; }
   FG_INLINE Vec div(Vec a, Vec b) { return a / b; }
-  FG_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+  // The compiler is told not to fuse what is written as two operations.
+  FG_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__aarch64__)
+    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+  }
   FG_INLINE Vec abs(Vec a) { return (Vec)((Mask)a & set1_int(0x7fffffff)); }
   FG_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
     return (Vec)(((Mask)magnitude & set1_int(0x7fffffff)) | ((Mask)sign & ~set1_int(0x7fffffff)));
@@ -122,7 +133,7 @@ struct Generic {
   FG_INLINE UnitVec load_units(const Unit* p) { return load(p); }
   FG_INLINE void store_units(Unit* p, UnitVec v) { store(p, v); }
   FG_INLINE UnitVec broadcast(Unit u) { return set1(u); }
-  FG_INLINE Vec multiply_add(Vec acc, UnitVec a, UnitVec b) { return a * b + acc; }
+  FG_INLINE Vec multiply_add(Vec acc, UnitVec a, UnitVec b) { return fma(a, b, acc); }
   FG_INLINE void transpose(const Unit* src, std::ptrdiff_t lds, Unit* dst, std::ptrdiff_t ldd) {
     FG_UNROLL
     for (int i = 0; i < kLanes; ++i) {

@@ -47,7 +47,7 @@ struct WideExtent {
   explicit WideExtent(const Problem& p)
       : units((p.packed ? 1 : p.batch) * p.heads_kv),
         key_blocks(ceil_div(p.packed ? std::min(p.max_seqlen_kv, p.seqlen_kv) : p.seqlen_kv,
-                            2 * kWideKeys) *
+                            std::int64_t{2} * kWideKeys) *
                    2),
         all_key_blocks(std::max<std::int64_t>(1, ceil_div(p.seqlen_kv, kWideKeys))),
         blocks_per_head(num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, kBlockM)),
@@ -116,8 +116,8 @@ inline std::vector<WidePass> wide_passes(const Problem& p, const WidePlan& plan,
   const WideExtent e(p);
   const std::int64_t units = plan.keeps_ds ? plan.units : e.units;
   const std::int64_t key_count = plan.keeps_ds ? plan.key_count : e.key_blocks;
-  const std::int64_t all_tiles =
-      num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, kWideKeys * key_cluster);
+  const std::int64_t all_tiles = num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv,
+                                            std::int64_t{kWideKeys} * key_cluster);
   std::vector<WidePass> passes;
   for (std::int64_t unit = 0; unit < e.units; unit += units) {
     for (std::int64_t key = 0; key < e.key_blocks; key += key_count) {

@@ -128,7 +128,8 @@ FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const Wid
       first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM) + begin / kBlockM;
   const std::int64_t local_block = s.packed() ? q_block : begin / kBlockM;
   for (int i = 0; i < 2; ++i) {
-    const Range blocks = blocks_of(band.kv_range(begin + kBlockM * i, begin + kBlockM * (i + 1)));
+    const Range blocks = blocks_of(
+        band.kv_range(begin + std::int64_t{kBlockM} * i, begin + std::int64_t{kBlockM} * (i + 1)));
     in_pass(blocks, &tile.own_begin[i], &tile.own_end[i]);
     const bool here = tile.own_begin[i] < tile.own_end[i];
     tile.continues[i] = here && blocks.begin < pass.key_begin ? 1 : 0;
