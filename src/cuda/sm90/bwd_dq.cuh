@@ -226,6 +226,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   pass_turn();
+  if (lane == 0) {
+    ptx::mbarrier_arrive(shared.done());
+  }
   if constexpr (C.ordered) {
     if (adds) {
       finish_dq<C, T>(p, shared_tile, rank, warp, lane);

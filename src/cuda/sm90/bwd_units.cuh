@@ -41,7 +41,7 @@ __device__ __forceinline__ std::uint32_t wait_for_all(const std::uint32_t* count
                                                       std::uint32_t all) {
   std::uint32_t seen;
   while (((seen = ptx::load_acquire(counter)) & ~kSomeMarked) != all) {
-    __nanosleep(100);
+    __nanosleep(500);
   }
   __syncwarp();
   return seen;

@@ -64,7 +64,7 @@ struct BwdConfig {
   constexpr int factor_bytes() const { return softcap ? kConsumers * 128 * 64 : 0; }
   constexpr int barrier_offset() const { return factor_offset() + factor_bytes(); }
   constexpr int num_barriers() const {
-    return 5 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
+    return 6 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
   }
   constexpr int info_offset() const { return barrier_offset() + 8 * num_barriers(); }
   static constexpr int kInfoBytes = 160;  // KeyTile and, last, the ticket
