@@ -2,7 +2,8 @@
 """What attention's number formats cost: training and gradients with one of them lowered at a time.
 
     python benchmarks/precision.py --json result.json --png result.png
-    python benchmarks/precision.py --device cuda --processes 16 --seeds 16 ...   # trains on the GPUs
+    python benchmarks/precision.py --device cuda --processes 14 --seeds 7 --seqlens ...   # on GPUs
+    python benchmarks/precision.py --steps 0 ...      # gradients alone; --seqlens: training alone
 
 The variants are switches of a study implementation in PyTorch, in this file; the library has none
 of them. It follows docs/semantics.md: bf16 tensors, f32 statistics and accumulators.
@@ -221,7 +222,9 @@ def train(
 def start_training(
     pool: concurrent.futures.Executor, arguments: argparse.Namespace
 ) -> list[concurrent.futures.Future[list[dict]]]:
-    """Every seed at every scale of the logits, on the GPUs in turn."""
+    """Every seed at every scale of the logits, on the GPUs in turn; nothing without steps."""
+    if arguments.steps == 0:
+        return []
     jobs = [(seed, scale) for seed in range(arguments.seeds) for scale in arguments.logit_scales]
     count = torch.cuda.device_count() if arguments.device == "cuda" else 0
     devices = [f"cuda:{i % count}" if count else arguments.device for i in range(len(jobs))]
@@ -268,23 +271,24 @@ def plot(result: dict, path: pathlib.Path) -> None:
     left.set_xlabel(
         "validation loss less that of designed; diamond: mean and two standard errors"
     )
-    scale = max(row["logit_scale"] for row in result["gradients"])
-    for variant in VARIANTS:
-        errors: dict[int, list[float]] = {}
-        for row in result["gradients"]:
-            if row["variant"] == variant and row["logit_scale"] == scale:
-                errors.setdefault(row["seqlen"], []).append(row["dq"])
-        means = [statistics.mean(x) for x in errors.values()]
-        spread = [max(x) - min(x) for x in errors.values()]
-        right.errorbar(
-            list(errors), means, [x / 2 for x in spread], marker="o", color=colors[variant],
-            label=variant,
-        )  # fmt: skip
-    right.set_xscale("log")
-    right.set_yscale("log")
-    right.set_xlabel("seqlen")
-    right.set_ylabel(f"relative error of dq, logits of deviation {scale:g}")
-    right.legend()
+    if result["gradients"]:
+        scale = max(row["logit_scale"] for row in result["gradients"])
+        for variant in VARIANTS:
+            errors: dict[int, list[float]] = {}
+            for row in result["gradients"]:
+                if row["variant"] == variant and row["logit_scale"] == scale:
+                    errors.setdefault(row["seqlen"], []).append(row["dq"])
+            means = [statistics.mean(x) for x in errors.values()]
+            spread = [max(x) - min(x) for x in errors.values()]
+            right.errorbar(
+                list(errors), means, [x / 2 for x in spread], marker="o", color=colors[variant],
+                label=variant,
+            )  # fmt: skip
+        right.set_xscale("log")
+        right.set_yscale("log")
+        right.set_xlabel("seqlen")
+        right.set_ylabel(f"relative error of dq, logits of deviation {scale:g}")
+        right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -292,12 +296,12 @@ def plot(result: dict, path: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="of the training; 0: none")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seqlen", type=int, default=512, help="of the training")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=20, help="steps of rising learning rate")
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--seqlens", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--logit-scales", type=float, nargs="+", default=[1.0, 8.0])
     parser.add_argument("--device", default="cpu", help="of the training; cuda takes all GPUs")
     parser.add_argument("--processes", type=int, default=1, help="that train at the same time")
@@ -307,7 +311,7 @@ def main() -> None:
     result = train_gpt.provenance(arguments, gpt.own_text())
     result["recomputed_twice"] = recomputed_twice(4096, 5)
     print("p recomputed twice:", result["recomputed_twice"])
-    result["training"] = []
+    result["training"], result["loss_differences"] = [], []
     with concurrent.futures.ProcessPoolExecutor(
         arguments.processes, multiprocessing.get_context("spawn")
     ) as pool:
@@ -323,7 +327,9 @@ def main() -> None:
             result["loss_differences"] = differences(result["training"])
             if arguments.json:  # after each, so that a run that is cut short leaves something
                 arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    for scale in arguments.logit_scales:
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    for scale in arguments.logit_scales if arguments.seqlens else ():
         print(f"relative errors of dq, dk, dv; logits of standard deviation {scale:g}")
         for variant in VARIANTS:
             rows = [

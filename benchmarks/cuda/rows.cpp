@@ -108,6 +108,8 @@ std::vector<Row> all_rows() {
     row = plain(128, seqlen, true);
     row.heads_kv = 4;
     rows.push_back(row);
+    row.deterministic = true;
+    rows.push_back(row);
     for (const std::int64_t head_dim : {128, 64, 256}) {
       row = plain(head_dim, seqlen, true);
       row.f16 = true;

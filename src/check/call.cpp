@@ -221,6 +221,14 @@ std::vector<NamedTensor> CallTensors::taken_by(fg_pass pass) const {
   return tensors;
 }
 
+void CallTensors::download_inputs() const {
+  for (const NamedTensor& t : inputs()) {
+    if (t.tensor->given()) {
+      t.tensor->download();
+    }
+  }
+}
+
 std::vector<Sequence> sequences(const Case& c) {
   if (!c.packed() && c.seqlen_q == 0 && c.seqlen_kv == 0) {
     return {};  // a batch of nothing, however large, is not walked through
@@ -436,11 +444,17 @@ bool WorkspaceMemory::guards_intact() const {
 }
 
 PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& options,
-                    Workspace workspace, WorkspaceMemory& memory) {
+                    Workspace workspace, WorkspaceMemory& memory, const Transfers& transfers) {
   const Place place = options.backend != nullptr ? place_of(options.backend) : Place::kHost;
-  const auto for_each_taken = [&](void (HostTensor::*f)() const) {
+  const auto contains = [](const std::vector<NamedTensor>& list, const HostTensor* tensor) {
+    return std::any_of(list.begin(), list.end(),
+                       [tensor](const NamedTensor& t) { return t.tensor == tensor; });
+  };
+  const std::vector<NamedTensor> outputs = tensors.outputs(pass);
+  const std::vector<NamedTensor> of_forward = tensors.taken_by(FG_FORWARD);
+  const auto for_each_taken = [&](void (HostTensor::*f)() const, auto&& wanted) {
     for (const auto& [name, tensor] : tensors.taken_by(pass)) {
-      if (tensor->given()) {
+      if (tensor->given() && (contains(outputs, tensor) || wanted(tensor))) {
         (tensor->*f)();
       }
     }
@@ -463,7 +477,9 @@ PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& option
                                                                      : extra);
       void* scratch = memory.resize(bytes, workspace == Workspace::kBetween, place);
       if (place == Place::kCuda) {
-        for_each_taken(&HostTensor::upload);
+        for_each_taken(&HostTensor::upload, [&](const HostTensor* tensor) {
+          return transfers.upload_forward || !contains(of_forward, tensor);
+        });
       }
       const auto begin = std::chrono::steady_clock::now();
       result.status =
@@ -474,7 +490,8 @@ PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& option
       result.seconds =
           std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
       if (place == Place::kCuda && result.status == FG_OK) {
-        for_each_taken(&HostTensor::download);
+        for_each_taken(&HostTensor::download,
+                       [&](const HostTensor*) { return transfers.download_inputs; });
       }
     }
     if (result.status != FG_OK) {

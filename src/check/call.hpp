@@ -30,6 +30,7 @@ struct CallTensors {
   [[nodiscard]] std::vector<NamedTensor> outputs(fg_pass pass) const;
   // Those that a call of the pass takes.
   [[nodiscard]] std::vector<NamedTensor> taken_by(fg_pass pass) const;
+  void download_inputs() const;
 };
 
 // The inputs, filled as the case says; the outputs are poison.
@@ -82,10 +83,18 @@ struct PassResult {
   std::size_t preferred_bytes = 0;
 };
 
+// What goes to the device and back beside the outputs of a pass. Tens of gigabytes take long, so a
+// caller that makes several calls leaves out what is there already, or looks at it only in the end
+// (CallTensors::download_inputs).
+struct Transfers {
+  bool upload_forward = true;  // what a forward takes; false: an earlier call has left it there
+  bool download_inputs = true;
+};
+
 // One call, by the backend that `options` name, on tensors and a workspace where it takes them.
 // Outputs of the pass are poisoned first. What goes wrong on the device is an FG_DEVICE_ERROR, and
 // from then on every call may be.
 PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& options,
-                    Workspace workspace, WorkspaceMemory& memory);
+                    Workspace workspace, WorkspaceMemory& memory, const Transfers& transfers = {});
 
 }  // namespace flashgrad::check

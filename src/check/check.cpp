@@ -48,8 +48,11 @@ CaseResult CaseRunner::run(const RunOptions& options, bool compare) {
   fg_options o = make_options(case_);
   o.backend = options.backend.c_str();
   o.num_threads = options.num_threads;
+  bool inputs_are_there = false;  // on the device, since an earlier pass
   const auto run = [&](fg_pass pass, double* seconds) {
-    const PassResult r = run_pass(pass, tensors_, o, options.workspace, memory_);
+    const PassResult r =
+        run_pass(pass, tensors_, o, options.workspace, memory_, {!inputs_are_there, false});
+    inputs_are_there = true;
     result.status = r.status;
     result.message = r.message;
     result.takes_less_workspace |= r.minimum_bytes < r.preferred_bytes;
@@ -77,6 +80,9 @@ CaseResult CaseRunner::run(const RunOptions& options, bool compare) {
   }
   if (wants_backward(tensors_.c_tensors()) && !run(FG_BACKWARD, &result.backward_seconds)) {
     return result;
+  }
+  if (place_of(options.backend) == Place::kCuda) {
+    tensors_.download_inputs();
   }
   if (const std::string name = damaged_surroundings(tensors_.all()); !name.empty()) {
     result.message = "wrote outside the elements of " + name;

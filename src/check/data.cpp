@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numbers>
 #include <optional>
@@ -31,11 +32,19 @@ const std::vector<float>& normal_draws() {
   return kDraws;
 }
 
+// Element is an integer as wide as the tensor's.
+template <class Element>
 void fill_normal(const HostTensor& t, double factor, std::uint64_t stream) {
   const std::vector<float>& draws = normal_draws();
   const std::int64_t dim = t.shape().back();
   const std::int64_t vectors = dim == 0 ? 0 : t.num_elements() / dim;
-  const std::int64_t step = t.strides().back() * (t.dtype().bits / 8);
+  const std::int64_t step = t.strides().back() * static_cast<std::int64_t>(sizeof(Element));
+  // The draws as elements: tensors of billions of them would round each too often.
+  std::vector<Element> elements(draws.size());
+  for (std::size_t n = 0; n < draws.size(); ++n) {
+    store(t.dtype(), reinterpret_cast<std::byte*>(&elements[n]),
+          factor * static_cast<double>(draws[n]));
+  }
 #pragma omp parallel for if (vectors * dim > 100000)
   for (std::int64_t n = 0; n < vectors; ++n) {
     std::byte* element = t.address(n * dim);
@@ -43,8 +52,19 @@ void fill_normal(const HostTensor& t, double factor, std::uint64_t stream) {
     for (std::int64_t c = 0; c < dim; ++c, element += step) {
       const std::int64_t e = n * dim + c;
       bits = c % 4 == 0 ? mix(stream ^ mix(static_cast<std::uint64_t>(e))) : bits >> 16;
-      store(t.dtype(), element, factor * static_cast<double>(draws[bits & 0xffff]));
+      std::memcpy(element, &elements[bits & 0xffff], sizeof(Element));
     }
+  }
+}
+
+void fill_normal(const HostTensor& t, double factor, std::uint64_t stream) {
+  switch (t.dtype().bits) {
+    case 16:
+      return fill_normal<std::uint16_t>(t, factor, stream);
+    case 32:
+      return fill_normal<std::uint32_t>(t, factor, stream);
+    default:
+      return fill_normal<std::uint64_t>(t, factor, stream);
   }
 }
 

@@ -357,9 +357,20 @@ std::uint64_t HostTensor::digest() const {
   for (std::int64_t n = 0; n < vectors; ++n) {
     const std::byte* element = address(n * size);
     std::uint64_t hash = static_cast<std::uint64_t>(n) + 0xcbf29ce484222325U;
-    for (std::int64_t c = 0; c < size; ++c, element += step) {
+    // Eight bytes at a time, the last ones filled up with zeros.
+    const std::int64_t per_word = 8 / static_cast<std::int64_t>(width);
+    for (std::int64_t c = 0; c < size; c += per_word) {
+      const std::int64_t count = std::min(per_word, size - c);
       std::uint64_t bits = 0;
-      std::memcpy(&bits, element, width);
+      if (strides_.back() == 1 && count == per_word) {
+        std::memcpy(&bits, element, sizeof(bits));
+      } else {
+        for (std::int64_t k = 0; k < count; ++k) {
+          std::memcpy(reinterpret_cast<std::byte*>(&bits) + k * static_cast<std::int64_t>(width),
+                      element + k * step, width);
+        }
+      }
+      element += count * step;
       hash = (hash ^ bits) * 0x100000001b3U;
       hash ^= hash >> 29;
     }

@@ -263,6 +263,9 @@ const char* reason_to_leave_out(const json& results) {
   if (results.contains("gradients")) {
     return "errors, not times";
   }
+  if (results.contains("before_and_after")) {
+    return "the same calls by two commits: what a change moved";
+  }
   if (results.contains("columns")) {
     return "clocks, on which the model's clock is fitted, not times";
   }

@@ -15,7 +15,8 @@ double product_cycles(const Kernel& kernel, const Device& device);
 
 // Two servers, the tensor cores and the units for exponentials and f32, and `kernel.workers`
 // customers that need both in turns, for times that vary: the throughput of a closed queueing
-// network (Buzen's convolution). With one worker (the fewest) this is the sum, with very many the maximum.
+// network (Buzen's convolution). With one worker (the fewest) this is the sum, with very many the
+// maximum.
 double step_cycles(const Kernel& kernel, const Device& device);
 
 }  // namespace flashgrad::plan

@@ -24,7 +24,10 @@ struct ScheduleProblem {
   std::int64_t head_dim = 128;
   std::int64_t head_dim_v = 0;  // 0: head_dim
   BandMask mask;
-  std::int64_t section = 1;  // heads whose tiles are launched together: swizzled
+  // Heads whose tiles are launched together: swizzled, unless packed. Then a section of each
+  // sequence's own heads follows from the L2 in the kernels' order; other orders keep to this one.
+  std::int64_t section = 1;
+  double l2_bytes = 60 << 20;
 
   [[nodiscard]] std::int64_t width_v() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
 };
@@ -76,6 +79,7 @@ struct TileSize {
   int keys = 128;
   int cluster = 1;
   int max_round = 32;  // of rotating tiles: at most half of the processors (bwd_launch.cu)
+  int slots = 132;     // tiles, or clusters of tiles, that run at a time
 };
 std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
                                    const TileSize& tile);
@@ -131,9 +135,9 @@ double list_makespan(const std::vector<WorkTile>& tiles, int processors, double 
 // Bytes that the tiles of a head share: q, dout and the f32 dq sums (backward), k and v (forward).
 double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv);
 
-// Heads that the sm90 kernels launch together: those whose such bytes fill a share of the L2
-// (bwd_section.hpp, units_per_section in fwd_launch.cu), and with rotating tiles as many as fill
-// `processors` SMs or clusters with first rounds.
+// Heads that the sm90 kernels launch together: those whose such bytes fill a share of the L2, and
+// in the backward as many as fill `processors` SMs or clusters (section_order.hpp,
+// units_per_section in fwd_launch.cu).
 std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy,
                             const TileSize& tile, int processors, double l2_bytes);
 

@@ -5,7 +5,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/fwd_schedule.hpp"
 #include "cuda/sm90/key_tile.cuh"
 #include "plan/schedule.hpp"
@@ -14,31 +13,48 @@ namespace flashgrad::plan {
 namespace {
 
 // Neighbouring key blocks of `keys` that rotating tiles launch together, as in bwd_launch.cu.
-std::int64_t kernel_round(const ScheduleProblem& problem, bool packed, std::int64_t keys,
+std::int64_t kernel_round(const ScheduleProblem& problem, std::int64_t keys,
                           std::int64_t max_round) {
-  const auto batch = static_cast<std::int64_t>(packed ? problem.packed_q.size() : 1);
-  const std::int64_t key_blocks = sm90::num_blocks(packed, batch, problem.seqlen_kv, keys);
-  return packed ? key_blocks
-                : sm90::rotation((problem.seqlen_q + sm90::kBlockM - 1) / sm90::kBlockM, key_blocks,
-                                 max_round)
-                      .round;
+  return sm90::rotation((problem.seqlen_q + sm90::kBlockM - 1) / sm90::kBlockM,
+                        (problem.seqlen_kv + keys - 1) / keys, max_round)
+      .round;
 }
+
+// Rows of a head, queries (backward) or keys, whose bytes fill the share of the L2 that the kernels
+// give to a section.
+std::uint32_t rows_in_l2(const ScheduleProblem& problem, double l2_bytes) {
+  const auto bytes = static_cast<std::int64_t>(l2_bytes);
+  return sm90::rows_in_l2(problem.backward ? sm90::bwd_l2_share(bytes) : sm90::fwd_l2_share(bytes),
+                          static_cast<std::int64_t>(unit_bytes(problem, 1, 1)));
+}
+
+// The sequences of a problem as the kernels see them, and the offsets that they point to.
+struct HostSequences {
+  std::vector<std::int32_t> cu_q;
+  std::vector<std::int32_t> cu_kv;
+  sm90::Sequences sequences{};
+
+  explicit HostSequences(const ScheduleProblem& problem)
+      : cu_q(cumulative(problem.packed_q)), cu_kv(cumulative(problem.packed_kv)) {
+    const bool packed = !problem.packed_q.empty();
+    sequences.batch = packed ? static_cast<std::int64_t>(problem.packed_q.size()) : problem.batch;
+    sequences.rows_q = packed ? cu_q.back() : problem.seqlen_q;
+    sequences.rows_kv = packed ? cu_kv.back() : problem.seqlen_kv;
+    sequences.mask = problem.mask;
+    sequences.cu_seqlens_q = packed ? cu_q.data() : nullptr;
+    sequences.cu_seqlens_kv = packed ? cu_kv.data() : nullptr;
+  }
+};
 
 // `max_round`: of rotating tiles; negative: not an ordered kernel.
 template <int kKeys, int kCluster>
 std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_t section,
-                                     int max_round) {
+                                     int max_round, int slots) {
   const bool packed = !problem.packed_q.empty();
-  const std::vector<std::int32_t> cu_q = cumulative(problem.packed_q);
-  const std::vector<std::int32_t> cu_kv = cumulative(problem.packed_kv);
+  const HostSequences host(problem);
+  const std::vector<std::int32_t>& cu_kv = host.cu_kv;
   sm90::BwdParams params{};
-  params.sequences.batch =
-      packed ? static_cast<std::int64_t>(problem.packed_q.size()) : problem.batch;
-  params.sequences.rows_q = packed ? cu_q.back() : problem.seqlen_q;
-  params.sequences.rows_kv = packed ? cu_kv.back() : problem.seqlen_kv;
-  params.sequences.mask = problem.mask;
-  params.sequences.cu_seqlens_q = packed ? cu_q.data() : nullptr;
-  params.sequences.cu_seqlens_kv = packed ? cu_kv.data() : nullptr;
+  params.sequences = host.sequences;
   params.heads_kv = problem.heads_kv;
   params.group = problem.heads_q / problem.heads_kv;
   params.head_dim = problem.head_dim;
@@ -49,15 +65,32 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
   params.section = std::min(section, params.num_units);
   if (max_round > 0) {
     params.max_round = max_round;
-    params.round = kernel_round(problem, packed, std::int64_t{kKeys} * kCluster, max_round);
+    params.round = kernel_round(problem, std::int64_t{kKeys} * kCluster, max_round);
+  }
+  std::vector<sm90::PackedTile> order;
+  auto num_tiles = static_cast<std::uint32_t>(params.num_units * params.num_kv_blocks);
+  if (packed && slots > 0) {
+    order = sm90::packed_order({.of_keys = true,
+                                .last_block_first = false,
+                                .tile_rows = kKeys * kCluster,
+                                .heads = static_cast<std::uint32_t>(problem.heads_kv),
+                                .heads_per_key = 1,
+                                .slots = static_cast<std::uint32_t>(slots),
+                                .l2_rows = rows_in_l2(problem, problem.l2_bytes),
+                                .class_shift = sm90::class_shift(*std::max_element(
+                                    problem.packed_q.begin(), problem.packed_q.end())),
+                                .max_round = std::max(max_round, 0)},
+                               params.sequences);
+    num_tiles = static_cast<std::uint32_t>(order.size());
   }
   const std::int64_t blocks_per_head =
       sm90::num_blocks(packed, params.sequences.batch, params.sequences.rows_q, sm90::kBlockM);
   std::vector<WorkTile> tiles;
-  for (std::int64_t i = 0; i < params.num_units * params.num_kv_blocks; ++i) {
-    const sm90::KeyTile tile = max_round < 0
-                                   ? sm90::key_tile<kKeys, kCluster>(params, i * kCluster)
-                                   : sm90::key_tile<kKeys, kCluster, true>(params, i * kCluster);
+  for (std::uint32_t i = 0; i < num_tiles; ++i) {
+    const sm90::PackedTile place =
+        order.empty() ? sm90::tile_place(params, std::int64_t{kKeys} * kCluster, i) : order[i];
+    const sm90::KeyTile tile =
+        sm90::key_tile_at(params, {kKeys, kCluster, max_round >= 0}, place, 0);
     if (tile.num_steps == 0) {
       continue;  // it only writes zeros
     }
@@ -86,8 +119,9 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
       for (int step = 0; step < tile.num_steps; ++step) {
         work.visits.push_back(walk.slot(rows, tile));
         work.turns.push_back(turn.value);
-        walk.advance();
-        turn.advance(walk, tile);
+        if (walk.advance()) {
+          turn.advance(walk, tile);
+        }
       }
     }
     tiles.push_back(std::move(work));
@@ -97,56 +131,61 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
 
 template <int kKeys>
 std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, std::int64_t section,
-                                    bool longest_first) {
+                                    bool longest_first, int slots) {
   const bool packed = !problem.packed_q.empty();
-  // A unit is a head of a batch entry, or of all sequences of a packed batch; work_item numbers the
-  // tiles of a unit by ranks.
-  struct Part {
-    std::int64_t sequence;
-    std::int64_t block;
-    std::int64_t seqlen_q;
-    std::int64_t seqlen_kv;
-    sm90::FwdBlocks keys;
-  };
-  std::vector<Part> parts;
-  const auto add_parts = [&](std::int64_t sequence, std::int64_t seqlen_q, std::int64_t seqlen_kv) {
-    const Band band = Band::of(problem.mask, seqlen_q, seqlen_kv);
-    for (std::int64_t block = 0; block * rows < seqlen_q; ++block) {
-      parts.push_back({sequence, block, seqlen_q, seqlen_kv,
-                       sm90::key_blocks<kKeys>(band, block * rows, (block + 1) * rows)});
-    }
-  };
-  if (packed) {
-    for (std::size_t i = 0; i < problem.packed_q.size(); ++i) {
-      add_parts(static_cast<std::int64_t>(i), problem.packed_q[i], problem.packed_kv[i]);
+  const HostSequences host(problem);
+  // Of the sequence, the block of queries and the head.
+  std::vector<sm90::PackedTile> order;
+  if (packed && longest_first) {
+    order = sm90::packed_order(
+        {.of_keys = false,
+         .last_block_first = problem.mask.right < kUnboundedFrom,
+         .tile_rows = static_cast<std::uint32_t>(rows),
+         .heads = static_cast<std::uint32_t>(problem.heads_q),
+         .heads_per_key = static_cast<std::uint32_t>(problem.heads_q / problem.heads_kv),
+         .slots = static_cast<std::uint32_t>(slots),
+         .l2_rows = rows_in_l2(problem, problem.l2_bytes),
+         .class_shift = sm90::class_shift(
+             *std::max_element(problem.packed_kv.begin(), problem.packed_kv.end())),
+         .max_round = 0},
+        host.sequences);
+  } else if (packed) {
+    for (std::int32_t head = 0; head < problem.heads_q; ++head) {
+      for (std::size_t i = 0; i < problem.packed_q.size(); ++i) {
+        for (std::int32_t block = 0; block * rows < problem.packed_q[i]; ++block) {
+          order.push_back({static_cast<std::int32_t>(i) + 1, block, head});
+        }
+      }
     }
   } else {
-    add_parts(0, problem.seqlen_q, problem.seqlen_kv);
+    const std::int64_t units = problem.batch * problem.heads_q;
+    const auto per_unit = static_cast<std::uint32_t>((problem.seqlen_q + rows - 1) / rows);
+    const sm90::FwdOrder sections = sm90::make_order(units, section);
+    const bool last_first = longest_first && problem.mask.right < kUnboundedFrom;
+    for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(units) * per_unit; ++i) {
+      const auto [unit, rank] = sm90::work_item(sections, per_unit, i);
+      order.push_back({static_cast<std::int32_t>(unit / problem.heads_q),
+                       static_cast<std::int32_t>(last_first ? per_unit - 1 - rank : rank),
+                       static_cast<std::int32_t>(unit % problem.heads_q)});
+    }
   }
-  const auto steps = [](const Part& part) { return part.keys.end - part.keys.begin; };
-  if (longest_first) {  // as fwd_prepare.cuh sorts a packed batch, and fwd_tile.cuh counts down
-    std::stable_sort(parts.begin(), parts.end(),
-                     [&](const Part& x, const Part& y) { return steps(x) > steps(y); });
-  }
-  const std::int64_t units = (packed ? 1 : problem.batch) * problem.heads_q;
-  const sm90::FwdOrder order = sm90::make_order(units, section);
-  const auto per_unit = static_cast<std::uint32_t>(parts.size());
   std::vector<WorkTile> tiles;
-  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(units) * per_unit; ++i) {
-    const auto [unit, rank] = sm90::work_item(order, per_unit, i);
-    const Part& part = parts[rank];
-    if (steps(part) == 0) {
+  for (const sm90::PackedTile& at : order) {
+    const Band band = sm90::sequence_span(host.sequences, at.span).band;
+    const sm90::FwdBlocks keys = sm90::key_blocks<kKeys>(band, std::int64_t{at.block} * rows,
+                                                         (std::int64_t{at.block} + 1) * rows);
+    if (keys.begin == keys.end) {
       continue;
     }
     WorkTile work;
-    work.sequence = packed ? part.sequence : unit / problem.heads_q;
-    work.head = unit % problem.heads_q;
+    work.sequence = packed ? at.span - 1 : at.span;
+    work.head = at.head;
     work.unit = work.sequence * problem.heads_q + work.head;
-    work.first_row = part.block * rows;
-    work.begin = part.keys.begin;
-    work.end = part.keys.end;
-    work.steps = steps(part);
-    work.unit_bytes = unit_bytes(problem, part.seqlen_q, part.seqlen_kv);
+    work.first_row = std::int64_t{at.block} * rows;
+    work.begin = keys.begin;
+    work.end = keys.end;
+    work.steps = keys.end - keys.begin;
+    work.unit_bytes = unit_bytes(problem, band.seqlen_q, band.seqlen_kv);
     tiles.push_back(work);
   }
   return tiles;
@@ -157,15 +196,15 @@ bool hides_nothing(const ScheduleProblem& problem) {
 }
 
 std::vector<WorkTile> backward_order(const ScheduleProblem& problem, const TileSize& tile,
-                                     std::int64_t section, int max_round) {
+                                     std::int64_t section, int max_round, int slots) {
   if (tile.cluster == 2 && tile.keys == 128) {
-    return backward_tiles<128, 2>(problem, section, max_round);
+    return backward_tiles<128, 2>(problem, section, max_round, slots);
   }
   if (tile.cluster == 1 && tile.keys == 128) {
-    return backward_tiles<128, 1>(problem, section, max_round);
+    return backward_tiles<128, 1>(problem, section, max_round, slots);
   }
   if (tile.cluster == 1 && tile.keys == 256) {
-    return backward_tiles<256, 1>(problem, section, max_round);
+    return backward_tiles<256, 1>(problem, section, max_round, slots);
   }
   throw std::invalid_argument("backward tiles have 128 keys, a cluster of two of them, or 256");
 }
@@ -174,11 +213,11 @@ std::vector<WorkTile> forward_order(const ScheduleProblem& problem, const TileSi
                                     std::int64_t section, bool longest_first) {
   switch (tile.keys) {
     case 80:
-      return forward_tiles<80>(problem, tile.rows, section, longest_first);
+      return forward_tiles<80>(problem, tile.rows, section, longest_first, tile.slots);
     case 96:
-      return forward_tiles<96>(problem, tile.rows, section, longest_first);
+      return forward_tiles<96>(problem, tile.rows, section, longest_first, tile.slots);
     case 128:
-      return forward_tiles<128>(problem, tile.rows, section, longest_first);
+      return forward_tiles<128>(problem, tile.rows, section, longest_first, tile.slots);
     default:
       throw std::invalid_argument("forward steps have 80, 96 or 128 keys");
   }
@@ -214,10 +253,14 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
   if (!problem.backward) {
     return forward_order(problem, tile, section, policy.launch == Policy::Launch::kLongestFirst);
   }
+  // The kernels' own order of a packed batch; the others work through its heads.
+  const bool natural = policy.launch == Policy::Launch::kNatural && policy.swizzled;
+  const int slots = natural ? tile.slots : 0;
   if (policy.turns == Policy::Turns::kKernel) {
-    return backward_order(problem, tile, section, hides_nothing(problem) ? tile.max_round : 0);
+    return backward_order(problem, tile, section, hides_nothing(problem) ? tile.max_round : 0,
+                          slots);
   }
-  std::vector<WorkTile> tiles = backward_order(problem, tile, section, -1);
+  std::vector<WorkTile> tiles = backward_order(problem, tile, section, -1, slots);
   switch (policy.launch) {
     case Policy::Launch::kNatural:
       break;
@@ -233,21 +276,22 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
 
 std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy,
                             const TileSize& tile, int processors, double l2_bytes) {
-  const bool packed = !problem.packed_q.empty();
-  const double bytes = unit_bytes(problem, problem.seqlen_q, problem.seqlen_kv);
+  const Band band = Band::of(problem.mask, problem.seqlen_q, problem.seqlen_kv);
+  const std::int64_t keys = std::int64_t{tile.keys} * tile.cluster;
+  const std::uint32_t in_use =
+      problem.backward ? static_cast<std::uint32_t>(std::max<std::int64_t>(problem.seqlen_q, 1))
+                       : sm90::keys_in_use(band, problem.seqlen_kv, tile.rows);
+  const std::uint32_t in_l2 = rows_in_l2(problem, l2_bytes) / in_use;
   if (!problem.backward) {
-    const std::int64_t group = problem.heads_q / problem.heads_kv;
-    return group * std::max<std::int64_t>(1, static_cast<std::int64_t>(l2_bytes / 2 / bytes));
+    return problem.heads_q / problem.heads_kv * std::max<std::int64_t>(1, in_l2);
   }
-  std::int64_t at_least = 1;
-  if (policy.turns == Policy::Turns::kKernel && hides_nothing(problem)) {
-    const std::int64_t round = std::max<std::int64_t>(
-        1, kernel_round(problem, packed, std::int64_t{tile.keys} * tile.cluster, tile.max_round));
-    at_least = (processors + round - 1) / round;
-  }
-  return sm90::bwd_section((packed ? 1 : problem.batch) * problem.heads_kv,
-                           static_cast<std::int64_t>(bytes), at_least,
-                           static_cast<std::int64_t>(l2_bytes));
+  const std::int64_t batch = problem.packed_q.empty() ? problem.batch : 1;
+  const bool rotates = policy.turns == Policy::Turns::kKernel && hides_nothing(problem);
+  const std::int64_t tiles =
+      rotates ? kernel_round(problem, keys, tile.max_round) : (problem.seqlen_kv + keys - 1) / keys;
+  return sm90::units_together(static_cast<std::uint32_t>(batch * problem.heads_kv), in_l2,
+                              sm90::units_that_fill(static_cast<std::uint32_t>(processors),
+                                                    static_cast<std::uint32_t>(tiles)));
 }
 
 }  // namespace flashgrad::plan

@@ -146,54 +146,79 @@ std::vector<Case> cases() {
     });
     add("ring seqused sinks", problem(kB, 50, 200, 300, 8, 4, d, d),
         BandMask{60, 20, Alignment::kBottomRight}, [](Case& c) {
-          c.p.has_sinks = c.p.wants_dsinks = true;
-          for (int i = 0; i < 50; ++i) {
-            c.seqused_q.push_back(i * 37 % 201);
-            c.seqused_kv.push_back(300 - i * 5);
+      c.p.has_sinks = c.p.wants_dsinks = true;
+      for (int i = 0; i < 50; ++i) {
+        c.seqused_q.push_back(i * 37 % 201);
+        c.seqused_kv.push_back(300 - i * 5);
+      }
+      for (const int d : {64, 128}) {
+        // More sequences than threads that sort them.
+        const auto many = [](Case& c) {
+          for (int i = 0; i < 700; ++i) {
+            c.lens_q.push_back(i % 3);
+            c.lens_kv.push_back((i + 1) % 3);
           }
+          c.lens_q[333] = c.lens_kv[333] = 300;
+        };
+        add("packed, 700 sequences", problem(kB, 0, 0, 0, 4, 2, d, d), kCausal, many);
+        add("deterministic packed, 700 sequences", problem(kB, 0, 0, 0, 4, 2, d, d), kCausal,
+            [=](Case& c) {
+              c.p.deterministic = true;
+              many(c);
+            });
+        add("deterministic packed full", problem(kH, 0, 0, 0, 3, 3, d, d), kFull, [](Case& c) {
+          c.p.deterministic = true;
+          c.lens_q = {700, 0, 2000, 100};
+          c.lens_kv = {300, 200, 1500, 0};
         });
-  }
-  add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
-  add("d96, dv 40", problem(kB, 2, 200, 300, 4, 2, 96, 40), kCausal);
-  add("d33", problem(kB, 2, 200, 200, 4, 4, 33, 33), kCausal);
-  add("d1, dv 128", problem(kB, 2, 130, 200, 4, 4, 1, 128), kFull);
-  add("big logits f16", problem(kH, 2, 300, 300, 2, 2, 64, 64), kCausal,
-      [](Case& c) { c.logit_scale = 4; });
-  add("d128 full 2048", problem(kB, 1, 2048, 2048, 4, 4, 128, 128), kFull);
-  // Long enough for clusters.
-  add("causal 8200x8301", problem(kB, 1, 8200, 8301, 2, 1, 128, 128), kCausal);
-  add("left 3000, 8200x8301", problem(kB, 1, 8200, 8301, 1, 1, 128, 128),
-      BandMask{3000, kUnbounded, Alignment::kBottomRight});
-  add("causal 8301x8200", problem(kH, 1, 8301, 8200, 1, 1, 128, 128), kCausal);
-  add("d203, dv 72", problem(kB, 1, 300, 300, 4, 2, 203, 72), kCausal);
-  add("d192, dv 128", problem(kB, 2, 300, 300, 4, 2, 192, 128), kCausal);
-  add("d192, dv 128 full", problem(kH, 1, 513, 640, 2, 2, 192, 128), kFull);
-  add("d130, dv 100 softcap", problem(kB, 1, 300, 300, 4, 2, 130, 100), kCausal,
-      [](Case& c) { c.p.softcap = 15; });
-  // Passes over heads, and over keys.
-  for (const int d : {256, 192}) {
-    add("rooms, heads", problem(kB, 2, 1100, 1100, 4, 4, d, d), kCausal, [](Case& c) {
-      c.rooms = {99, 97, 50};
-    });
-    // More tiles than multiprocessors, most of them keys that no query sees.
-    add("dead keys 300x3000", problem(kB, 4, 300, 3000, 4, 4, d, d), kCausalTop);
-    add("rooms, keys full", problem(kB, 1, 300, 9400, 1, 1, d, d), kFull, [](Case& c) {
-      c.rooms = {99, 98, 50};
-    });
-    add("rooms, keys gqa", problem(kH, 1, 300, 9400, 2, 1, d, 128), kCausal, [](Case& c) {
-      c.rooms = {99, 98};
-    });
-    add("rooms, keys band", problem(kB, 1, 700, 9400, 1, 1, d, d),
-        BandMask{5000, 1000, Alignment::kTopLeft}, [](Case& c) {
+        // Marks of unreadable rows for 32 steps and more, through the heads inside of the blocks.
+        add("deterministic gqa 6/2, empty rows", problem(kB, 1, 1451, 1300, 6, 2, d, d), kCausal,
+            [](Case& c) {
+              c.p.deterministic = true;
+              c.plus_inf = true;
+            });
+      }
+      add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
+      add("d96, dv 40", problem(kB, 2, 200, 300, 4, 2, 96, 40), kCausal);
+      add("d33", problem(kB, 2, 200, 200, 4, 4, 33, 33), kCausal);
+      add("d1, dv 128", problem(kB, 2, 130, 200, 4, 4, 1, 128), kFull);
+      add("big logits f16", problem(kH, 2, 300, 300, 2, 2, 64, 64), kCausal,
+          [](Case& c) { c.logit_scale = 4; });
+      add("d128 full 2048", problem(kB, 1, 2048, 2048, 4, 4, 128, 128), kFull);
+      // Long enough for clusters.
+      add("causal 8200x8301", problem(kB, 1, 8200, 8301, 2, 1, 128, 128), kCausal);
+      add("left 3000, 8200x8301", problem(kB, 1, 8200, 8301, 1, 1, 128, 128),
+          BandMask{3000, kUnbounded, Alignment::kBottomRight});
+      add("causal 8301x8200", problem(kH, 1, 8301, 8200, 1, 1, 128, 128), kCausal);
+      add("d203, dv 72", problem(kB, 1, 300, 300, 4, 2, 203, 72), kCausal);
+      add("d192, dv 128", problem(kB, 2, 300, 300, 4, 2, 192, 128), kCausal);
+      add("d192, dv 128 full", problem(kH, 1, 513, 640, 2, 2, 192, 128), kFull);
+      add("d130, dv 100 softcap", problem(kB, 1, 300, 300, 4, 2, 130, 100), kCausal,
+          [](Case& c) { c.p.softcap = 15; });
+      // Passes over heads, and over keys.
+      for (const int d : {256, 192}) {
+        add("rooms, heads", problem(kB, 2, 1100, 1100, 4, 4, d, d), kCausal, [](Case& c) {
+          c.rooms = {99, 97, 50};
+        });
+        // More tiles than multiprocessors, most of them keys that no query sees.
+        add("dead keys 300x3000", problem(kB, 4, 300, 3000, 4, 4, d, d), kCausalTop);
+        add("rooms, keys full", problem(kB, 1, 300, 9400, 1, 1, d, d), kFull, [](Case& c) {
+          c.rooms = {99, 98, 50};
+        });
+        add("rooms, keys gqa", problem(kH, 1, 300, 9400, 2, 1, d, 128), kCausal, [](Case& c) {
           c.rooms = {99, 98};
         });
-    add("rooms, packed", problem(kB, 0, 0, 0, 2, 2, d, d), kCausal, [](Case& c) {
-      c.lens_q = {0, 100, 64, 300, 0};
-      c.lens_kv = {3, 100, 128, 9300, 300};
-      c.rooms = {99, 98, 60};
-    });
-  }
-  return list;
+        add("rooms, keys band", problem(kB, 1, 700, 9400, 1, 1, d, d),
+            BandMask{5000, 1000, Alignment::kTopLeft}, [](Case& c) {
+              c.rooms = {99, 98};
+            });
+        add("rooms, packed", problem(kB, 0, 0, 0, 2, 2, d, d), kCausal, [](Case& c) {
+          c.lens_q = {0, 100, 64, 300, 0};
+          c.lens_kv = {3, 100, 128, 9300, 300};
+          c.rooms = {99, 98, 60};
+        });
+      }
+      return list;
 }
 
-}  // namespace flashgrad
+  }  // namespace flashgrad

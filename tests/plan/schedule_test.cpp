@@ -158,6 +158,31 @@ TEST(PlanSchedule, PackedBatchesSortedByWork) {
   EXPECT_LE(run("longest-first"), run("natural"));
 }
 
+// The benchmark's packed batch (benchmarks/cuda/rows.cpp): as the kernels order it, little is idle.
+TEST(PlanSchedule, PackedBatchesInTheKernelsOrder) {
+  ScheduleProblem problem = causal_problem(0, 16, 2);
+  problem.packed_q = {1,   1459, 479, 3,   26, 17,   128,  659, 1, 1,  1240, 15,
+                      470, 1,    16,  285, 3,  6425, 3218, 1,   1, 41, 1894};
+  problem.packed_kv = problem.packed_q;
+  for (const std::int32_t length : problem.packed_q) {
+    problem.seqlen_q += length;
+  }
+  problem.seqlen_kv = problem.seqlen_q;
+  const Machine machine{.processors = 132, .step_cycles = 10, .tile_cycles = 30};
+  for (const bool backward : {false, true}) {
+    problem.backward = backward;
+    const auto run = [&](const char* name) {
+      const Policy& policy = find_policy(backward, name);
+      const TileSize tile{.rows = 192, .keys = backward ? 128 : 80};
+      return simulate(problem, launch_order(problem, policy, tile), policy, machine);
+    };
+    const Timeline kernels = run("sections");
+    EXPECT_LT(kernels.idle, 0.02);
+    EXPECT_LT(kernels.makespan, run("natural").makespan);
+    EXPECT_EQ(kernels.intervals.size(), run("natural").intervals.size());
+  }
+}
+
 // With turns, no order of events may change the order of additions: it is the same for machines of
 // any size and speed.
 TEST(PlanSchedule, TurnsFixTheOrderOfAdditions) {

@@ -66,24 +66,40 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
   p.max_round = setting.max_round;
   p.rows.num_blocks = num_blocks(packed, batch, p.sequences.rows_q, kBlockM);
   if (setting.max_round > 0) {
-    p.round = packed ? p.num_kv_blocks
-                     : rotation((lengths[0].q + kBlockM - 1) / kBlockM, p.num_kv_blocks,
-                                setting.max_round)
-                           .round;
+    p.round =
+        rotation((lengths[0].q + kBlockM - 1) / kBlockM, p.num_kv_blocks, setting.max_round).round;
   }
+  std::vector<PackedTile> order;
+  auto total = static_cast<std::uint32_t>(p.num_units * p.num_kv_blocks);
+  if (packed) {
+    order = packed_order({.of_keys = true,
+                          .last_block_first = false,
+                          .tile_rows = kTurnKeys,
+                          .heads = static_cast<std::uint32_t>(heads_kv),
+                          .heads_per_key = 1,
+                          .slots = static_cast<std::uint32_t>(slots),
+                          .l2_rows = static_cast<std::uint32_t>(setting.section * 3000),
+                          .class_shift = class_shift(p.sequences.rows_q),
+                          .max_round = setting.max_round},
+                         p.sequences);
+    EXPECT_LE(order.size(), total);
+    total = static_cast<std::uint32_t>(order.size());
+  }
+  const KeyTileForm form{kBlockN, kCluster, true};
 
   std::map<int, int> counters;   // by slot: the turn; absent: nothing yet
   std::map<int, bool> finished;  // by slot
   std::map<int, std::vector<int>> by_slot;
   std::deque<Running> running;
   std::int64_t next = 0;
-  const std::int64_t total = p.num_units * p.num_kv_blocks;
   bool progress = true;
   while (progress) {
     progress = false;
     while (next < total && static_cast<int>(running.size()) < slots) {
-      const KeyTile tile = key_tile<kBlockN, kCluster, true>(p, kCluster * next++);
-      const KeyTile peer = key_tile<kBlockN, kCluster, true>(p, kCluster * next - 1);
+      const auto index = static_cast<std::uint32_t>(next++);
+      const PackedTile place = packed ? order[index] : tile_place(p, kTurnKeys, index);
+      const KeyTile tile = key_tile_at(p, form, place, 0);
+      const KeyTile peer = key_tile_at(p, form, place, 1);
       EXPECT_EQ(tile.num_steps, peer.num_steps);
       EXPECT_EQ(tile.m_start, peer.m_start);
       EXPECT_EQ(tile.turn, peer.turn);
@@ -112,8 +128,9 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
       EXPECT_FALSE(finished[slot]);
       counters[slot] = counter + 1;
       by_slot[slot].push_back(r.tile.kv_row - static_cast<int>(sequence.kv.begin));
-      r.walk.advance();
-      r.turn.advance(r.walk, r.tile);
+      if (r.walk.advance()) {
+        r.turn.advance(r.walk, r.tile);
+      }
       if (++r.step == r.tile.num_steps) {
         for (int head = r.tile.head_kv * setting.group; head < (r.tile.head_kv + 1) * setting.group;
              ++head) {
@@ -185,6 +202,7 @@ TEST(Sm90BackwardOrder, EveryMaskFinishesEveryBlockOnceAndLast) {
 TEST(Sm90BackwardOrder, GroupsOfQueryHeads) {
   simulate({kFull, 3, 8, 4}, {{3000, 3000}, {3000, 3000}}, false, 2, 8);
   simulate({kCausal, 4, 0, 4}, {{3000, 3000}, {3000, 3000}}, false, 2, 1);
+  simulate({kCausal, 3, 0, 4}, {{100, 100}, {3000, 2000}, {700, 900}}, true, 4, 1);
 }
 
 TEST(Sm90BackwardOrder, TheSameAloneAndInABatch) {

@@ -102,6 +102,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
     problem.seqlen_q = std::accumulate(lengths.q.begin(), lengths.q.end(), std::int64_t{0});
     problem.seqlen_kv = std::accumulate(lengths.kv.begin(), lengths.kv.end(), std::int64_t{0});
   }
+  problem.l2_bytes = device.l2_bytes;
   require_work(problem, scheduled.tile);
 
   plan::Machine machine;
@@ -109,6 +110,7 @@ ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
                            ? arguments.processors
                            : static_cast<int>(device.sm_count) / scheduled.tile.cluster;
   scheduled.tile.max_round = std::clamp(machine.processors / 2, 1, 32);
+  scheduled.tile.slots = machine.processors;
   machine.step_cycles = arguments.step_cycles > 0
                             ? arguments.step_cycles
                             : plan::account(scheduled.kernel, device).bound / scheduled.steps_of_64;

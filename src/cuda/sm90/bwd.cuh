@@ -53,13 +53,10 @@ __device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapp
   }
 }
 
-// A tile from the list into shared memory. One warp.
-__device__ __forceinline__ void fetch(KeyTile& tile, const KeyTile* from) {
-  static_assert(sizeof(KeyTile) % 4 == 0);
-  const auto lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-  for (int i = lane; i < static_cast<int>(sizeof(KeyTile) / 4); i += 32) {
-    reinterpret_cast<std::uint32_t*>(&tile)[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+// A tile as prepare has described it. By a warp.
+__device__ __forceinline__ void load_tile(KeyTile* tile, const KeyTile* from) {
+  for (unsigned i = threadIdx.x % 32; i < sizeof(KeyTile) / 4; i += 32) {
+    reinterpret_cast<std::uint32_t*>(tile)[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
   }
 }
 
@@ -84,11 +81,10 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   } else if (threadIdx.x == 32) {
     prefetch(maps, p.mapped);
   } else if (threadIdx.x / 32 == 4) {
+    ptx::grid_dependency_wait();
     if constexpr (!C.ordered) {
-      ptx::grid_dependency_wait();
-      fetch(tile, p.tiles + blockIdx.x);
-    } else if (rank == 0 && threadIdx.x == 128) {
-      ptx::grid_dependency_wait();
+      load_tile(&tile, p.tiles + blockIdx.x);
+    } else if (threadIdx.x == 128 && rank == 0) {
       ptx::store_shared(ticket, atomicAdd(p.order.ticket, 1U));
     }
   }
@@ -102,8 +98,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   }
   if constexpr (C.ordered) {
     if (threadIdx.x / 32 == 4) {
-      ptx::grid_dependency_wait();
-      fetch(tile, p.tiles + (ptx::load_from_cta(ticket, 0) * C.cluster + rank));
+      load_tile(&tile, p.tiles + (ptx::load_from_cta(ticket, 0) * C.cluster + rank));
     }
     __syncthreads();
   }

@@ -119,8 +119,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   ptx::pin(s);
 
   // What the steady loop needs of the tile, in registers: loads from shared memory wait long behind
-  // the operands of wgmma. `left` counts the query blocks of a head down; those from full_begin on,
-  // full_count of them, need no mask.
+  // the operands of wgmma. `left` counts the query blocks of a head down, or in ordered kernels,
+  // which go through the heads inside of a block, all steps; those from full_begin on, full_count
+  // of them, need no mask. Where an ordered walk rotates, the mask hides no rows, so that only the
+  // number of its steps matters.
   int full_begin = 0;
   int full_end = tile.m_end;
 #pragma unroll
@@ -128,17 +130,19 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     full_begin = max(full_begin, tile.full_begin[2 * x + consumer]);
     full_end = min(full_end, tile.full_end[2 * x + consumer]);
   }
-  const int full_count = max(full_end - full_begin, 0);
-  full_begin -= tile.m_begin;
-  int left = (C.ordered ? tile.m_start : tile.m_end - 1) - tile.m_begin;
-  int remaining = tile.num_steps;
+  const int steps_per_block = C.ordered ? static_cast<int>(p.group) : 1;
+  const int full_count = max(full_end - full_begin, 0) * steps_per_block;
+  full_begin = (full_begin - tile.m_begin) * steps_per_block;
+  int left = (tile.m_end - tile.m_begin) * steps_per_block - 1;
+  int remaining = tile.num_steps;  // unused in ordered kernels
   const auto block = [&]<int x>() {
   // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
     for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);
          r > 0; --r) {
       mask_s(s, tile, 128 * x + 64 * consumer + warp * 16 + lane / 4,
-             (left + tile.m_begin) * kBlockM + lane % 4 * 2, hidden_logit<C.softcap>(p.scale_log2));
+             (left / steps_per_block + tile.m_begin) * kBlockM + lane % 4 * 2,
+             hidden_logit<C.softcap>(p.scale_log2));
     }
     // (2)
     std::uint32_t factor[4];  // of (4), with softcap
@@ -307,10 +311,11 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     if constexpr (kBlocks == 2) {
       block.template operator()<1>();
     }
-    if (--left < 0) {
+    --left;
+    if (!C.ordered && left < 0) {
       left = tile.m_end - 1 - tile.m_begin;
     }
-  } while (--remaining > 0);
+  } while (C.ordered ? left >= 0 : --remaining > 0);
   if (consumer == 0) {
     token_wait();  // consumer 1 passed once more than it waited
   }

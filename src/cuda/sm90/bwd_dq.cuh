@@ -220,9 +220,11 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       slot_before = walk.slot(p.rows, tile);
       turn_before = turn.value;
     }
-    walk.advance();
+    [[maybe_unused]] const bool another_block = walk.advance();
     if constexpr (C.ordered) {
-      turn.advance(walk, tile);
+      if (another_block) {
+        turn.advance(walk, tile);
+      }
     }
   }
   pass_turn();

@@ -12,7 +12,6 @@
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_repair.hpp"
-#include "cuda/sm90/bwd_section.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/unit_pipeline.hpp"
@@ -60,11 +59,6 @@ bool hides_nothing(const BandMask& mask) {
   return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
 }
 
-// q, dout and dq accumulators of a unit, as bwd_section wants them.
-std::int64_t unit_bytes(const Problem& p) {
-  return p.group() * p.seqlen_q * (6 * p.head_dim + 2 * p.head_dim_v);
-}
-
 std::int64_t num_units(const Problem& p) { return (p.packed ? 1 : p.batch) * p.heads_kv; }
 
 // Query blocks per head of a unit.
@@ -72,24 +66,37 @@ std::int64_t head_blocks(const Problem& p) {
   return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, kBlockM);
 }
 
-// Key tiles of a unit.
-std::int64_t tiles_per_unit(const Problem& p, const BwdConfig& config) {
-  return config.cluster * num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv,
-                                     config.block_n() * config.cluster);
-}
-
 // Which kernels run.
 struct Plan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
   bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
   int padded_head_dim = 0;
-  // Of main kernels that are not ordered:
-  std::int64_t section = 0;  // units launched together
-  UnitPipeline units;
+  UnitPipeline units;        // of main kernels that are not ordered
+  std::int64_t section = 0;  // units launched together where they are served, else 0
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
+  // bwd.cuh runs.
+  [[nodiscard]] bool has_main(const Problem& p) const {
+    return variant >= 0 && (p.wants_dk || p.wants_dv || accumulates_dq(p));
+  }
   [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
 };
+
+// Keys of a tile of the main kernel, or of its cluster's.
+std::int64_t keys_per_tile(const Plan& plan) {
+  return kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
+}
+
+// Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
+std::int64_t key_tiles_per_unit(const Problem& p, const Plan& plan) {
+  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys_per_tile(plan));
+}
+// Its CTAs, or clusters of them: for each tile, and those that serve units.
+std::int64_t num_clusters(const Problem& p, const Plan& plan, const UnitPipeline& pipeline) {
+  const std::int64_t served =
+      pipeline.serves() ? num_units(p) + pipeline.lag * pipeline.last_parts : 0;
+  return num_units(p) * key_tiles_per_unit(p, plan) + served;
+}
 
 Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
   Plan plan;
@@ -105,21 +112,18 @@ Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
     return plan;
   }
   const BwdConfig& config = kBwdConfigs[plan.variant];
-  const std::int64_t units = num_units(p);
-  plan.units.slots = static_cast<std::int32_t>(units);
-  if (p.packed) {
-    plan.section = bwd_section(units, unit_bytes(p), 1, device.l2_bytes);
+  plan.units.slots = static_cast<std::int32_t>(num_units(p));
+  if (p.packed || !config.serves_units() || p.seqlen_q == 0) {
     return plan;
   }
-  const std::int64_t tiles = tiles_per_unit(p, config);
+  const std::int64_t tiles = key_tiles_per_unit(p, plan) * config.cluster;
   const bool equal_tiles = hides_nothing(p.mask);
-  plan.section = unit_section(tiles, equal_tiles, device.num_multiprocessors);
-  if (config.serves_units() && p.seqlen_q > 0) {
-    plan.units = plan_units(units, tiles, plan.section, equal_tiles, device.num_multiprocessors,
-                            config.cluster);
-    if (p.wants_dsinks) {
-      plan.units.lead = 0;  // the prepare kernel sums them
-    }
+  const std::int64_t section = unit_section(tiles, equal_tiles, device.num_multiprocessors);
+  plan.units = plan_units(num_units(p), tiles, section, equal_tiles, device.num_multiprocessors,
+                          config.cluster);
+  plan.section = plan.units.lag > 0 ? section : 0;
+  if (p.wants_dsinks) {
+    plan.units.lead = 0;  // the prepare kernel sums them
   }
   return plan;
 }
@@ -136,18 +140,12 @@ struct Layout {
   std::size_t counters = 0;
   std::size_t ticket = 0;
   std::size_t tiles = 0;
+  std::size_t packed_tiles = 0;
+  std::size_t num_packed_tiles = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
 constexpr std::size_t kAlignment = 256;
-
-// CTAs of the main kernel.
-std::int64_t num_main_ctas(const Problem& p, const Plan& plan, const UnitPipeline& pipeline) {
-  const BwdConfig& config = kBwdConfigs[plan.variant];
-  const std::int64_t served =
-      pipeline.serves() ? num_units(p) + pipeline.lag * pipeline.last_parts : 0;
-  return num_units(p) * tiles_per_unit(p, config) + served * config.cluster;
-}
 
 Layout make_layout(const Problem& p, const Plan& plan) {
   Layout layout;
@@ -170,7 +168,12 @@ Layout make_layout(const Problem& p, const Plan& plan) {
   layout.unit_counters = plan.units.lag > 0 ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
-  layout.tiles = plan.variant >= 0 ? take(num_main_ctas(p, plan, plan.units) * sizeof(KeyTile)) : 0;
+  if (plan.has_main(p)) {
+    const std::int64_t tiles = num_clusters(p, plan, plan.units);
+    layout.tiles = take(tiles * kBwdConfigs[plan.variant].cluster * std::int64_t{sizeof(KeyTile)});
+    layout.packed_tiles = p.packed ? take(tiles * std::int64_t{sizeof(PackedTile)}) : 0;
+    layout.num_packed_tiles = p.packed ? take(4) : 0;
+  }
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
 }
@@ -179,6 +182,25 @@ Layout make_layout(const Problem& p, const Plan& plan) {
 // the device.
 int max_round(const Problem& p, int cluster, const cuda::DeviceProperties& device) {
   return hides_nothing(p.mask) ? std::clamp(device.num_multiprocessors / (2 * cluster), 1, 32) : 0;
+}
+
+// Bytes of q, dout and the sums of dq of a key head's group, for each query.
+std::int64_t bytes_per_query(const Problem& p) {
+  return p.group() * (6 * p.head_dim + 2 * p.head_dim_v);
+}
+
+PackedPass make_packed_pass(const Problem& p, const Plan& plan,
+                            const cuda::DeviceProperties& device) {
+  const int cluster = kBwdConfigs[plan.variant].cluster;
+  return {.of_keys = true,
+          .last_block_first = false,
+          .tile_rows = static_cast<std::uint32_t>(keys_per_tile(plan)),
+          .heads = static_cast<std::uint32_t>(p.heads_kv),
+          .heads_per_key = 1,
+          .slots = static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
+          .l2_rows = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)),
+          .class_shift = class_shift(p.max_seqlen_q),
+          .max_round = plan.ordered() ? max_round(p, cluster, device) : 0};
 }
 
 template <class Out>
@@ -240,11 +262,10 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
           .sinks = static_cast<const float*>(args.sinks)};
 }
 
-BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
-                      const RowStatistics& rows, float* dq_accumulator,
-                      const UnitPipeline& pipeline, const DqOrder& order,
-                      const cuda::DeviceProperties& device) {
-  const int block_n = kBwdConfigs[plan.variant].block_n();
+BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
+                           const RowStatistics& rows, float* dq_accumulator,
+                           const UnitPipeline& pipeline, const DqOrder& order, const KeyTile* tiles,
+                           const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
   BwdParams params{};
@@ -253,9 +274,9 @@ BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
   params.group = p.group();
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
-  params.num_kv_blocks =
-      num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, block_n * cluster);
+  params.num_kv_blocks = key_tiles_per_unit(p, plan);
   params.num_units = num_units(p);
+  params.num_ctas = num_clusters(p, plan, pipeline) * kBwdConfigs[plan.variant].cluster;
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
@@ -267,29 +288,40 @@ BwdParams main_params(const Problem& p, const Args& args, const Plan& plan,
   params.dq_accumulator = dq_accumulator;
   params.pipeline = pipeline;
   params.dq = p.wants_dq ? args.dq : Tensor{};
-  std::int64_t units_at_least = 1;
+  params.tiles = tiles;
   if (plan.ordered()) {
     params.order = order;
     params.max_round = max_round(p, cluster, device);
     if (params.max_round > 0) {
       // A round whose size only the device knows lies inside of a unit's tiles.
-      params.round = p.packed || p.has_seqused_q || p.has_seqused_kv
-                         ? params.num_kv_blocks
+      params.round = p.has_seqused_q || p.has_seqused_kv
+                         ? std::max<std::int64_t>(params.num_kv_blocks, 1)
                          : rotation((p.seqlen_q + kBlockM - 1) / kBlockM, params.num_kv_blocks,
                                     params.max_round)
                                .round;
-      params.round = std::max<std::int64_t>(params.round, 1);
-      // The second round of a unit waits for its first, so others must fill the device till then.
-      units_at_least = (device.num_multiprocessors / cluster + params.round - 1) / params.round;
     }
   }
   params.section =
-      plan.ordered() ? bwd_section(params.num_units, unit_bytes(p), units_at_least, device.l2_bytes)
-                     : plan.section;
+      plan.section > 0
+          ? plan.section
+          : units_together(
+                static_cast<std::uint32_t>(params.num_units),
+                rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
+                    static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
+                units_that_fill(static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
+                                static_cast<std::uint32_t>(
+                                    params.max_round > 0 ? params.round : params.num_kv_blocks)));
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
   return params;
+}
+
+Status run_main(const Problem& p, const Args& args, const Plan& plan, BwdParams params) {
+  BwdMaps maps{};
+  FG_RETURN_IF_ERROR(
+      make_maps(p, args, kBwdConfigs[plan.variant].block_n(), &maps, &params.mapped));
+  return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
 Status run_query(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
@@ -387,16 +419,21 @@ Status run(const Problem& p, const Args& args) {
                                p.heads_kv - 1) /
                                   p.heads_kv * pipeline.head_blocks * p.heads_q);
   BwdParams main{};
-  const bool runs_main = plan.variant >= 0 && (p.wants_dk || p.wants_dv || plan.accumulates_dq(p));
-  if (runs_main) {
-    main = main_params(p, args, plan, rows, dq_accumulator, pipeline, order, device);
-    main.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
-    main.num_ctas = num_main_ctas(p, plan, pipeline);
+  KeyTileParams tiles{};
+  if (plan.has_main(p)) {
+    const BwdConfig& config = kBwdConfigs[plan.variant];
+    tiles.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
+    tiles.form = {config.block_n(), config.cluster, config.ordered};
+    tiles.num_tiles = static_cast<std::uint32_t>(num_clusters(p, plan, pipeline));
+    if (p.packed) {
+      tiles.packed = make_packed_pass(p, plan, device);
+      tiles.packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
+      tiles.num_packed_tiles = word(layout.num_packed_tiles);
+    }
+    main =
+        make_main_params(p, args, plan, rows, dq_accumulator, pipeline, order, tiles.tiles, device);
   }
-  const std::int64_t tile_ctas = (main.num_ctas + kPrepareThreads - 1) / kPrepareThreads;
-  const BwdPrepareParams prepare{.variant = plan.variant,
-                                 .tile_ctas = tile_ctas,
-                                 .sequences = make_sequences(p, args),
+  const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
                                  .inputs = row_inputs(p, args),
                                  .rows = rows,
@@ -409,10 +446,18 @@ Status run(const Problem& p, const Args& args) {
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .head_dim = p.head_dim};
-  FG_RETURN_IF_ERROR(
-      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                   {.num_ctas = tile_ctas + prepare_ctas, .num_threads = kPrepareThreads},
-                   args.stream, prepare, main));
+  FG_RETURN_IF_ERROR(cuda::launch(
+      "sm90 backward prepare", bwd_prepare<T>,
+      {.num_ctas = key_tile_ctas(tiles) + prepare_ctas, .num_threads = kPrepareThreads},
+      args.stream, prepare, main, tiles));
+  if (tiles.packed_tiles != nullptr) {
+    FG_RETURN_IF_ERROR(cuda::launch(
+        "sm90 backward tiles", bwd_packed_tiles,
+        {.num_ctas = (std::int64_t{tiles.num_tiles} + kPrepareThreads - 1) / kPrepareThreads,
+         .num_threads = kPrepareThreads,
+         .overlaps_predecessor = true},
+        args.stream, main, tiles));
+  }
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -422,11 +467,8 @@ Status run(const Problem& p, const Args& args) {
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
     FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
                                    reinterpret_cast<std::uint8_t*>(room), device.l2_bytes));
-  } else if (runs_main) {
-    BwdMaps maps{};
-    FG_RETURN_IF_ERROR(
-        make_maps(p, args, kBwdConfigs[plan.variant].block_n(), &maps, &main.mapped));
-    FG_RETURN_IF_ERROR(launch_bwd_main(plan.variant, p.dtype, maps, main, args.stream));
+  } else if (plan.has_main(p)) {
+    FG_RETURN_IF_ERROR(run_main(p, args, plan, main));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));

@@ -14,8 +14,9 @@ namespace flashgrad::sm90 {
 
 // All loads of a CTA, issued by one warp. What it must remember between steps is little, because
 // the dq warpgroup, to which the warp belongs, has few registers.
-// Shared is BwdShared or WideShared: stages, sizes, places and barriers. kRotates is StepWalk's.
-template <class Shared, bool kRotates = false>
+// Shared is BwdShared or WideShared: stages, sizes, places and barriers. kHeadsInside is
+// StepWalk's.
+template <class Shared, bool kHeadsInside = false>
 struct Loader {
   static constexpr int kBoxes = Shared::kHeadDim / 64;
 
@@ -26,7 +27,7 @@ struct Loader {
   Shared shared;
   int rank;  // of the CTA in its cluster
   int lane;
-  StepWalk<kRotates> walk;
+  StepWalk<kHeadsInside> walk;
   // Whether the walk's block, the next, ... have rows that are not to be read: loaded 32 at a time,
   // since a load that is waited for in every step costs the dq warpgroup its slack.
   std::uint32_t unreadable = 0;
@@ -157,8 +158,21 @@ struct Loader {
       return;
     }
     ptx::mbarrier_wait(is_q ? shared.q_empty(stage) : shared.do_empty(stage), parity);
-    if (is_q && !all_readable &&
-        ((walk.m_last - walk.m) % 32 == 0 || (kRotates && walk.m == walk.m_start))) {
+    if constexpr (kHeadsInside) {
+      if (is_q && !all_readable && step % 32 == 0) {
+        // No division: it would take registers that the role does not have.
+        int head = walk.head + lane;
+        int m = walk.m;
+#pragma unroll 1
+        while (head >= walk.head_end) {
+          head -= walk.group;
+          m = m > walk.m_begin ? m - 1 : walk.m_last;
+        }
+        const int at = head * static_cast<int>(p.rows.num_blocks) + tile.q_block + m;
+        unreadable =
+            __ballot_sync(0xffffffffU, step + lane < tile.num_steps && p.rows.unreadable[at] != 0);
+      }
+    } else if (is_q && !all_readable && (walk.m_last - walk.m) % 32 == 0) {
       const bool exists = walk.m - lane >= walk.m_begin;
       unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot() - lane] != 0);
     }

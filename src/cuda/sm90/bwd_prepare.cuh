@@ -19,6 +19,7 @@
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/config.hpp"
 #include "cuda/sm90/key_tile.cuh"
+#include "cuda/sm90/packed_order.cuh"
 #include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
@@ -71,6 +72,68 @@ FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
   return p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
 }
 
+// CTAs of prepare that describe the main kernel's tiles, a thread a cluster of tiles; one that puts
+// those of a packed batch in order.
+FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles) {
+  return tiles.tiles == nullptr ? 0
+         : tiles.packed_tiles != nullptr
+             ? 1
+             : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+}
+
+// The tiles of a cluster, by one thread.
+__device__ __forceinline__ void describe_tiles(const BwdParams& main, const KeyTileParams& tiles,
+                                               std::uint32_t index, const PackedTile& place) {
+#pragma unroll 1
+  for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+    tiles.tiles[index * tiles.form.cluster + rank] = key_tile_at(main, tiles.form, place, rank);
+  }
+}
+
+// Cluster number `index` of the main kernel of a batch of fixed length. Where units are served
+// (unit_pipeline.hpp) each section begins with the clusters that do.
+__device__ __forceinline__ void describe_cluster(const BwdParams& main, const KeyTileParams& tiles,
+                                                 std::uint32_t index) {
+  std::int64_t number = index;
+  if (main.pipeline.serves()) {
+    const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
+                            main.pipeline.last_parts);
+    if (order.unit >= 0) {
+      KeyTile tile{};
+      tile.num_steps = kServesUnit;
+      tile.batch_index = static_cast<int>(order.unit / main.heads_kv);
+      tile.head_kv = static_cast<int>(order.unit % main.heads_kv);
+      tile.turn = static_cast<int>(order.part);
+      for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+        tiles.tiles[index * tiles.form.cluster + rank] = tile;
+      }
+      return;
+    }
+    number = order.tile;
+  }
+  describe_tiles(main, tiles, index,
+                 tile_place(main, std::int64_t{tiles.form.block_n} * tiles.form.cluster,
+                            static_cast<std::uint32_t>(number)));
+}
+
+// Between prepare and the main kernel of a packed batch.
+__global__ __launch_bounds__(kPrepareThreads) void bwd_packed_tiles(
+    const __grid_constant__ BwdParams main, const __grid_constant__ KeyTileParams tiles) {
+  ptx::grid_dependency_launch();
+  const std::uint32_t index = blockIdx.x * kPrepareThreads + threadIdx.x;
+  ptx::grid_dependency_wait();
+  if (index >= tiles.num_tiles) {
+    return;
+  }
+  if (index < *tiles.num_packed_tiles) {
+    describe_tiles(main, tiles, index, tiles.packed_tiles[index]);
+  } else {
+    for (int rank = 0; rank < tiles.form.cluster; ++rank) {
+      tiles.tiles[index * tiles.form.cluster + rank] = KeyTile{};  // no steps, writes no rows
+    }
+  }
+}
+
 // dq = 0 in the rows of a block that no key reaches.
 __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const SequenceSpan& sequence,
                                          std::int64_t row_begin, std::int64_t head) {
@@ -84,44 +147,6 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
     } else {
       static_cast<std::uint16_t*>(p.dq.data)[at] = 0;
     }
-  }
-}
-
-// Number i of the main kernel's CTAs. With a pipeline each section begins with the clusters that
-// serve its units.
-template <int kBlockN, int kCluster, bool kOrdered>
-__device__ __forceinline__ KeyTile listed_tile(const BwdParams& p, std::int64_t i) {
-  if (!p.pipeline.serves()) {
-    return key_tile<kBlockN, kCluster, kOrdered>(p, i);
-  }
-  const ServedOrder order(i / kCluster, p.section, p.num_kv_blocks, p.num_units,
-                          p.pipeline.last_parts);
-  if (order.unit < 0) {
-    return key_tile<kBlockN, kCluster, kOrdered>(p, order.tile * kCluster + i % kCluster);
-  }
-  KeyTile tile{};
-  tile.num_steps = kServesUnit;
-  tile.batch_index = static_cast<int>(order.unit / p.heads_kv);
-  tile.head_kv = static_cast<int>(order.unit % p.heads_kv);
-  tile.turn = static_cast<int>(order.part);
-  return tile;
-}
-
-// The main kernel's tiles. Made here, since there each CTA would wait for a single thread.
-__device__ __forceinline__ void list_tiles(const BwdPrepareParams& p, const BwdParams& main) {
-  const std::int64_t i = std::int64_t{blockIdx.x} * kPrepareThreads + threadIdx.x;
-  if (i >= main.num_ctas) {
-    return;
-  }
-  switch (static_cast<BwdVariant>(p.variant)) {
-#define FG_BWD_VARIANT(name, ...)                                                              \
-  case BwdVariant::name: {                                                                     \
-    constexpr BwdConfig kConfig = kBwdConfigs[static_cast<int>(BwdVariant::name)];             \
-    main.tiles[i] = listed_tile<kConfig.block_n(), kConfig.cluster, kConfig.ordered>(main, i); \
-    break;                                                                                     \
-  }
-#include "cuda/sm90/variants.def"
-#undef FG_BWD_VARIANT
   }
 }
 
@@ -227,16 +252,24 @@ __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const Ro
 template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
                              3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
-                                                 const __grid_constant__ BwdParams main) {
+                                                 const __grid_constant__ BwdParams main,
+                                                 const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
-  if (blockIdx.x < p.tile_ctas) {
-    list_tiles(p, main);
+  const unsigned tile_ctas = key_tile_ctas(tiles);
+  if (blockIdx.x < tile_ctas) {
+    const std::uint32_t cluster = blockIdx.x * kPrepareThreads + threadIdx.x;
+    if (tiles.packed_tiles != nullptr) {
+      make_packed_order<kPrepareThreads>(tiles.packed, p.sequences, tiles.num_tiles,
+                                         tiles.packed_tiles, tiles.num_packed_tiles);
+    } else if (cluster < tiles.num_tiles) {
+      describe_cluster(main, tiles, cluster);
+    }
     return;
   }
-  const unsigned cta = blockIdx.x - static_cast<unsigned>(p.tile_ctas);
+  const unsigned index = blockIdx.x - tile_ctas;
   const auto heads = static_cast<unsigned>(p.heads_q);
-  const std::int64_t block = cta / heads;
-  const std::int64_t head = cta % heads;
+  const std::int64_t block = index / heads;
+  const std::int64_t head = index % heads;
   const Sequences& s = p.sequences;
   const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
   const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
@@ -254,7 +287,7 @@ __global__ __launch_bounds__(kPrepareThreads,
       clear_dq(p, sequence, row_begin, head);
     }
   }
-  if (p.order.ticket != nullptr && cta == 0 && threadIdx.x == 0) {
+  if (p.order.ticket != nullptr && index == 0 && threadIdx.x == 0) {
     *p.order.ticket = 0;
   }
   const auto group = static_cast<unsigned>(p.group);
@@ -274,8 +307,8 @@ __global__ __launch_bounds__(kPrepareThreads,
       }
     }
   }
-  const std::int64_t thread = std::int64_t{cta} * kPrepareThreads + threadIdx.x;
-  const std::int64_t threads = (gridDim.x - p.tile_ctas) * kPrepareThreads;
+  const std::int64_t thread = std::int64_t{index} * kPrepareThreads + threadIdx.x;
+  const std::int64_t threads = std::int64_t{gridDim.x - tile_ctas} * kPrepareThreads;
   if (p.pipeline.counters != nullptr) {
     for (std::int64_t i = thread; i < p.num_units * UnitPipeline::kNumCounts; i += threads) {
       p.pipeline.counters[i] = 0;

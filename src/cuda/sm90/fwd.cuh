@@ -300,7 +300,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       release(shared.q_empty());
     }
     finish_rows<C.head_dim_v, kScoreFunction, T>(o, rows, p, tile, warp_row);  // (5)
-    release(shared.tile_empty(slot.stage()));
+    ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));
     slot.advance();
   }
 }

@@ -42,17 +42,16 @@ std::int64_t num_query_blocks(const Problem& p, int block_m) {
 // The pieces of the workspace, as offsets from its aligned start.
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kNextWork = 0;
-constexpr std::size_t kScheduleSize = 4;
-constexpr std::size_t kSchedule = kAlignment;
+constexpr std::size_t kNumPackedTiles = 4;
+constexpr std::size_t kPackedTiles = kAlignment;
 
 constexpr std::size_t round_up(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-std::size_t schedule_end(const Problem& p, int block_m) {
-  return kSchedule + (p.packed ? round_up(static_cast<std::size_t>(num_query_blocks(p, block_m)) *
-                                          sizeof(FwdScheduleEntry))
-                               : 0);
+std::size_t workspace_end(const Problem& p, int block_m) {
+  const std::int64_t tiles = p.packed ? p.heads_q * num_query_blocks(p, block_m) : 0;
+  return kPackedTiles + round_up(static_cast<std::size_t>(tiles) * sizeof(PackedTile));
 }
 
 cuda::Extents query_extents(const Problem& p) {
@@ -74,12 +73,28 @@ Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows
   return cuda::encode_map(tensor, extents, box_rows, map);
 }
 
-// Units whose keys and values are in use at a time: half of the L2, the rest is for what streams
-// through. H200, d128 causal 16k.
-std::int64_t units_per_section(const Problem& p, int l2_bytes) {
-  const std::int64_t bytes_per_head =
-      std::max<std::int64_t>(1, p.seqlen_kv * (p.head_dim + p.head_dim_v) * 2);
-  return std::max<std::int64_t>(1, l2_bytes / 2 / bytes_per_head) * p.group();
+// Of k and v for each key.
+std::int64_t bytes_per_key(const Problem& p) { return (p.head_dim + p.head_dim_v) * 2; }
+
+// Units whose keys and values are in use at a time.
+std::int64_t units_per_section(const Problem& p, const FwdConfig& config, int l2_bytes) {
+  const Band band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv);
+  return std::max<std::int64_t>(1, rows_in_l2(fwd_l2_share(l2_bytes), bytes_per_key(p)) /
+                                       keys_in_use(band, p.seqlen_kv, config.block_m())) *
+         p.group();
+}
+
+PackedPass make_packed_pass(const Problem& p, const FwdConfig& config,
+                            const cuda::DeviceProperties& device) {
+  return {.of_keys = false,
+          .last_block_first = p.mask.right < kUnboundedFrom,
+          .tile_rows = static_cast<std::uint32_t>(config.block_m()),
+          .heads = static_cast<std::uint32_t>(p.heads_q),
+          .heads_per_key = static_cast<std::uint32_t>(p.group()),
+          .slots = static_cast<std::uint32_t>(device.num_multiprocessors),
+          .l2_rows = rows_in_l2(fwd_l2_share(device.l2_bytes), bytes_per_key(p)),
+          .class_shift = class_shift(p.max_seqlen_kv),
+          .max_round = 0};
 }
 
 FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& config, int l2_bytes) {
@@ -93,7 +108,8 @@ FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& confi
   params.heads_q = static_cast<std::uint32_t>(p.heads_q);
   params.group = static_cast<std::uint32_t>(p.group());
   params.num_m_blocks = static_cast<std::uint32_t>(num_query_blocks(p, config.block_m()));
-  params.order = make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, l2_bytes));
+  params.order =
+      make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, config, l2_bytes));
   params.last_block_first = p.mask.right < kUnboundedFrom;
   params.out_vectors =
       reinterpret_cast<std::uintptr_t>(args.out.data) % 16 == 0 && p.head_dim_v % 8 == 0 &&
@@ -108,12 +124,13 @@ FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& confi
 }
 
 template <FwdVariant kVariant, class T>
-Status launch_main(bool score_function, std::int64_t num_ctas, const FwdMaps& maps,
-                   const FwdParams& params, void* stream) {
+Status launch_main(bool score_function, std::int64_t num_ctas, bool follows_prepare,
+                   const FwdMaps& maps, const FwdParams& params, void* stream) {
   constexpr FwdConfig kConfig = fwd_config(kVariant);
   const cuda::LaunchShape shape{.num_ctas = num_ctas,
                                 .num_threads = kConfig.threads(),
-                                .shared_bytes = kConfig.shared_bytes()};
+                                .shared_bytes = kConfig.shared_bytes(),
+                                .overlaps_predecessor = follows_prepare};
   return score_function ? cuda::launch("sm90 forward", fwd_main<kVariant, true, T>, shape, stream,
                                        maps, params)
                         : cuda::launch("sm90 forward", fwd_main<kVariant, false, T>, shape, stream,
@@ -121,12 +138,13 @@ Status launch_main(bool score_function, std::int64_t num_ctas, const FwdMaps& ma
 }
 
 template <class T>
-Status launch_main(int variant, bool score_function, std::int64_t num_ctas, const FwdMaps& maps,
-                   const FwdParams& params, void* stream) {
+Status launch_main(int variant, bool score_function, std::int64_t num_ctas, bool follows_prepare,
+                   const FwdMaps& maps, const FwdParams& params, void* stream) {
   switch (static_cast<FwdVariant>(variant)) {
-#define FG_FWD_VARIANT(name, ...) \
-  case FwdVariant::name:          \
-    return launch_main<FwdVariant::name, T>(score_function, num_ctas, maps, params, stream);
+#define FG_FWD_VARIANT(name, ...)                                                            \
+  case FwdVariant::name:                                                                     \
+    return launch_main<FwdVariant::name, T>(score_function, num_ctas, follows_prepare, maps, \
+                                            params, stream);
 #include "cuda/sm90/fwd_variants.def"
 #undef FG_FWD_VARIANT
   }
@@ -152,7 +170,7 @@ Status supports_forward(const Problem& p) {
 }
 
 WorkspaceSize forward_workspace_size(const Problem& p) {
-  const std::size_t bytes = schedule_end(p, kFwdConfigs[find_variant(p)].block_m()) + kAlignment;
+  const std::size_t bytes = workspace_end(p, kFwdConfigs[find_variant(p)].block_m()) + kAlignment;
   return {bytes, bytes};
 }
 
@@ -182,24 +200,25 @@ Status launch_forward(const Problem& p, const Args& args) {
         make_map(params.v, value_extents(p), config.block_n, kFwdMapV, &maps.v, &params.mapped));
   }
   params.next_work = reinterpret_cast<std::uint32_t*>(start + kNextWork);
-  auto* const schedule_size = reinterpret_cast<std::uint32_t*>(start + kScheduleSize);
-  auto* const schedule = reinterpret_cast<FwdScheduleEntry*>(start + kSchedule);
-  if (p.packed) {
-    params.schedule = schedule;
-    params.schedule_size = schedule_size;
-  }
-  if (p.packed || p.has_seqused_q) {
+  auto* const num_packed_tiles = reinterpret_cast<std::uint32_t*>(start + kNumPackedTiles);
+  auto* const packed_tiles =
+      p.packed ? reinterpret_cast<PackedTile*>(start + kPackedTiles) : nullptr;
+  params.packed_tiles = packed_tiles;
+  params.num_packed_tiles = num_packed_tiles;
+  const std::int64_t tiles =
+      static_cast<std::int64_t>(params.num_m_blocks) * params.order.num_units;
+  const bool has_prepare = p.packed || p.has_seqused_q;
+  if (has_prepare) {
     const FwdPrepareParams prepare{.sequences = params.sequences,
                                    .out = args.out,
                                    .lse = args.lse,
                                    .heads_q = p.heads_q,
                                    .head_dim_v = p.head_dim_v,
                                    .num_rows = num_rows,
-                                   .max_seqlen_kv = p.max_seqlen_kv,
-                                   .block_m = config.block_m(),
-                                   .capacity = params.num_m_blocks,
-                                   .schedule = p.packed ? schedule : nullptr,
-                                   .schedule_size = schedule_size,
+                                   .pass = make_packed_pass(p, config, device),
+                                   .packed_capacity = static_cast<std::uint32_t>(tiles),
+                                   .packed_tiles = packed_tiles,
+                                   .num_packed_tiles = num_packed_tiles,
                                    .next_work = params.next_work};
     constexpr std::int64_t kWarps = kFwdPrepareThreads / 32;
     const std::int64_t ctas =
@@ -212,13 +231,12 @@ Status launch_forward(const Problem& p, const Args& args) {
                                                    static_cast<cudaStream_t>(args.stream)),
                                    "sm90 forward work list"));
   }
-  const std::int64_t tiles =
-      static_cast<std::int64_t>(params.num_m_blocks) * params.order.num_units;
   const std::int64_t num_ctas = std::min<std::int64_t>(tiles, device.num_multiprocessors);
-  return p.dtype == DType::kBF16 ? launch_main<__nv_bfloat16>(variant, needs_score_function(p),
-                                                              num_ctas, maps, params, args.stream)
-                                 : launch_main<__half>(variant, needs_score_function(p), num_ctas,
-                                                       maps, params, args.stream);
+  return p.dtype == DType::kBF16
+             ? launch_main<__nv_bfloat16>(variant, needs_score_function(p), num_ctas, has_prepare,
+                                          maps, params, args.stream)
+             : launch_main<__half>(variant, needs_score_function(p), num_ctas, has_prepare, maps,
+                                   params, args.stream);
 }
 
 }  // namespace flashgrad::sm90

@@ -20,14 +20,12 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
   RingPosition<2> slot;
   RingPosition<1> wanted;
   std::uint32_t work = blockIdx.x;
+  ptx::grid_dependency_wait();  // for prepare, if there is one; nobody else reads what it writes
   while (true) {
     ptx::mbarrier_wait(shared.tile_empty(slot.stage()), slot.phase() ^ 1);
     const bool more = make_tile<C.block_m(), C.block_n>(p, work, shared.tile(slot.stage()),
                                                         shared.row_keys(slot.stage()), lane);
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(shared.tile_full(slot.stage()));
-    }
+    ptx::mbarrier_arrive(shared.tile_full(slot.stage()));
     if (!more) {
       return;
     }
@@ -127,10 +125,7 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
       }
       load_v(blocks.begin);
     }
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));
-    }
+    ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));
     slot.advance();
   }
 }

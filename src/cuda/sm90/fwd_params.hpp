@@ -8,15 +8,10 @@
 
 #include "core/problem.hpp"
 #include "cuda/sm90/fwd_schedule.hpp"
+#include "cuda/sm90/packed_order.hpp"
 #include "cuda/sm90/sequences.cuh"
 
 namespace flashgrad::sm90 {
-
-// The order of a packed batch's tiles, made on the device (fwd_prepare.cuh).
-struct FwdScheduleEntry {
-  std::int32_t span;  // sequences.cuh
-  std::int32_t m_block;
-};
 
 struct FwdMaps {
   CUtensorMap q, k, v;
@@ -37,12 +32,12 @@ struct FwdParams {
   std::int32_t head_dim, head_dim_v;
   std::uint32_t heads_q;
   std::uint32_t group;         // query heads per key head
-  std::uint32_t num_m_blocks;  // of a sequence; if packed, the schedule's capacity
+  std::uint32_t num_m_blocks;  // of a sequence; unused if packed
   FwdOrder order;
 
-  const FwdScheduleEntry* schedule;    // (num_m_blocks), or null: fixed length
-  const std::uint32_t* schedule_size;  // entries in use, or null
-  std::uint32_t* next_work;            // 0 at launch
+  const PackedTile* packed_tiles;         // the order of a packed batch's tiles, or null
+  const std::uint32_t* num_packed_tiles;  // of them, or null
+  std::uint32_t* next_work;               // 0 at launch
 
   bool last_block_first;  // the last query block sees the most keys
   bool out_vectors;       // rows of out can be written 16 bytes at a time

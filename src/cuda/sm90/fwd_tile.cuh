@@ -31,20 +31,27 @@ struct FwdTile {
 template <int kBlockM, int kBlockN>
 __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work, FwdTile* tile,
                                           int2* row_keys, int lane) {
-  const std::uint32_t num_m_blocks = p.schedule != nullptr ? *p.schedule_size : p.num_m_blocks;
-  if (work >= num_m_blocks * p.order.num_units) {
+  const std::uint32_t num_tiles =
+      p.packed_tiles != nullptr ? *p.num_packed_tiles : p.num_m_blocks * p.order.num_units;
+  if (work >= num_tiles) {
     tile->num_rows = -1;
     return false;
   }
-  const auto [unit, rank] = work_item(p.order, num_m_blocks, work);
-  std::uint32_t m_block = p.last_block_first ? num_m_blocks - 1 - rank : rank;
-  std::uint32_t span = unit / p.heads_q;
-  if (p.schedule != nullptr) {
-    span = static_cast<std::uint32_t>(p.schedule[rank].span);
-    m_block = static_cast<std::uint32_t>(p.schedule[rank].m_block);
+  std::uint32_t span = 0;
+  std::uint32_t m_block = 0;
+  std::int32_t head = 0;
+  if (p.packed_tiles != nullptr) {
+    const PackedTile place = p.packed_tiles[work];
+    span = static_cast<std::uint32_t>(place.span);
+    m_block = static_cast<std::uint32_t>(place.block);
+    head = place.head;
+  } else {
+    const auto [unit, rank] = work_item(p.order, p.num_m_blocks, work);
+    span = unit / p.heads_q;
+    m_block = p.last_block_first ? p.num_m_blocks - 1 - rank : rank;
+    head = static_cast<std::int32_t>(unit % p.heads_q);
   }
-  const auto head = static_cast<std::int32_t>(unit % p.heads_q);
-  const auto head_kv = static_cast<std::int32_t>(unit % p.heads_q / p.group);
+  const std::int32_t head_kv = head / static_cast<std::int32_t>(p.group);
   const SequenceSpan s = sequence_span(p.sequences, span);
   const std::int32_t m_begin = static_cast<std::int32_t>(m_block) * kBlockM;
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/sm90/config.hpp"
+#include "cuda/sm90/packed_order.hpp"
 #include "cuda/sm90/params.hpp"
 #include "cuda/sm90/sequences.cuh"
 
@@ -51,88 +52,71 @@ constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t h
   return x < low ? low : x > high ? high : x;
 }
 
-// Where the clusters of a sequence that all walk the same query blocks start, in ordered kernels:
-// in rounds of `round` neighbours, number j of a round at the top of segment j. So no two add to a
-// block at the same time, and each follows its predecessor at a distance of one segment. Depends on
-// the sequence's own lengths and the device (max_round) alone.
-struct Rotation {
-  std::int64_t segment;  // query blocks, a power of two
-  std::int64_t round;    // clusters, as many as segments
+// The form of a kernel's tiles.
+struct KeyTileForm {
+  std::int32_t block_n;
+  std::int32_t cluster;  // CTAs of a cluster take neighbouring tiles
+  bool ordered;
 };
 
-FG_HOST_DEVICE constexpr Rotation rotation(std::int64_t num_m_blocks, std::int64_t num_clusters,
-                                           std::int64_t max_round) {
-  const std::int64_t most = num_clusters < max_round ? num_clusters : max_round;
-  const std::int64_t limit = most > 1 ? most : 1;
-  Rotation r{8, (num_m_blocks + 7) / 8};
-  while (r.round > limit) {
-    r.segment *= 2;
-    r.round = (num_m_blocks + r.segment - 1) / r.segment;
+// Where tile (or cluster of tiles) number `index` lies, in the order of section_order.hpp.
+FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::int64_t keys,
+                                            std::uint32_t index) {
+  const Sequences& s = p.sequences;
+  const auto [unit, block] = section_tile(
+      {static_cast<std::uint32_t>(p.num_units), static_cast<std::uint32_t>(p.section),
+       static_cast<std::uint32_t>(p.num_kv_blocks), static_cast<std::uint32_t>(p.round)},
+      index);
+  const auto heads = static_cast<std::uint32_t>(p.heads_kv);
+  std::int64_t span = unit / heads;  // batch entry, unless packed
+  std::int64_t in_span = block;
+  if (s.packed()) {
+    span = span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, keys);
+    in_span -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, keys);
   }
-  return r;
+  return {static_cast<std::int32_t>(span), static_cast<std::int32_t>(in_span),
+          static_cast<std::int32_t>(unit % heads)};
 }
 
-// Tiles are launched in sections of units, in each section round by round of neighbouring key
-// blocks, ascending: for causal masks (rounds of one) the longest come first, and the live q, dout
-// and dq of a section fit the L2.
-//
-// A cluster of kCluster CTAs takes neighbouring tiles and walks the query blocks that any of them
-// needs.
-template <int kBlockN, int kCluster, bool kOrdered = false>
-FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
-  constexpr int kClusterN = kBlockN * kCluster;
-  // 32 bits: there are fewer than 2^31 CTAs, and a 64-bit division takes four times as long.
-  const auto index = static_cast<std::uint32_t>(cta) / kCluster;
-  const std::int64_t rank = cta % kCluster;
-  const auto kv_blocks = static_cast<std::uint32_t>(p.num_kv_blocks);
-  const auto section_units =
-      static_cast<std::uint32_t>(p.section < p.num_units ? p.section : p.num_units);
-  const auto round = static_cast<std::uint32_t>(p.round);
-  const std::uint32_t section = index / (section_units * kv_blocks);
-  const std::uint32_t in_section = index - section * (section_units * kv_blocks);
-  const std::uint32_t left = static_cast<std::uint32_t>(p.num_units) - section * section_units;
-  const std::uint32_t units = left < section_units ? left : section_units;
-  const std::uint32_t first = in_section / (units * round) * round;
-  const std::uint32_t in_round = in_section - first * units;
-  const std::uint32_t width = kv_blocks - first < round ? kv_blocks - first : round;
-  const std::uint32_t unit = section * section_units + in_round / width;
+// The tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA of the
+// cluster needs.
+FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm& form,
+                                          const PackedTile& place, std::int64_t rank) {
+  const std::int64_t block_n = form.block_n;
+  const std::int64_t cluster_n = block_n * form.cluster;
   const Sequences& s = p.sequences;
-  std::int64_t block = first + in_round % width;
-  std::int64_t span = unit / static_cast<std::uint32_t>(p.heads_kv);  // batch entry, unless packed
-  if (s.packed()) {
-    span = span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, kClusterN);
-    block -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, kClusterN);
-  }
+  KeyTile tile{};
+  const std::int64_t span = place.span;
+  const std::int64_t block = place.block;
   const SequenceSpan sequence = sequence_span(s, span);
   const Band& band = sequence.band;
-  const std::int64_t cluster_begin = block * kClusterN;
-  const std::int64_t begin = cluster_begin + rank * kBlockN;
+  const std::int64_t cluster_begin = block * cluster_n;
+  const std::int64_t begin = cluster_begin + rank * block_n;
 
-  KeyTile tile{};
-  const Range rows = band.q_range(cluster_begin, cluster_begin + kClusterN);
+  const Range rows = band.q_range(cluster_begin, cluster_begin + cluster_n);
   if (!rows.empty()) {
     tile.m_begin = static_cast<int>(rows.begin / kBlockM);
     tile.m_end = static_cast<int>((rows.end + kBlockM - 1) / kBlockM);
   }
   tile.m_start = tile.m_end - 1;
   tile.num_steps = (tile.m_end - tile.m_begin) * static_cast<int>(p.group);
-  tile.head_kv = static_cast<int>(unit % static_cast<std::uint32_t>(p.heads_kv));
+  tile.head_kv = place.head;
   tile.batch_index = static_cast<int>(sequence.batch_index);
   tile.q_row = static_cast<int>(sequence.q.begin);
   tile.q_block = static_cast<int>(first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM));
   tile.kv_row = static_cast<int>(sequence.kv.begin + begin);
   tile.rows_to_write =
-      static_cast<int>(clamp_to(sequence.kv.end - sequence.kv.begin - begin, 0, kBlockN));
+      static_cast<int>(clamp_to(sequence.kv.end - sequence.kv.begin - begin, 0, block_n));
   const Range live = band.kv_range(0, band.seqlen_q);
   const auto has_dead_keys = [&](std::int64_t tile_begin, int* live_begin, int* live_end) {
-    *live_begin = static_cast<int>(clamp_to(live.begin - tile_begin, 0, kBlockN));
-    *live_end = static_cast<int>(clamp_to(live.end - tile_begin, 0, kBlockN));
-    const std::int64_t existing = clamp_to(s.rows_kv - sequence.kv.begin - tile_begin, 0, kBlockN);
+    *live_begin = static_cast<int>(clamp_to(live.begin - tile_begin, 0, block_n));
+    *live_end = static_cast<int>(clamp_to(live.end - tile_begin, 0, block_n));
+    const std::int64_t existing = clamp_to(s.rows_kv - sequence.kv.begin - tile_begin, 0, block_n);
     return *live_begin > 0 || *live_end < existing;
   };
   tile.has_dead_keys = has_dead_keys(begin, &tile.live_begin, &tile.live_end) ? 1 : 0;
-  if (kCluster == 2) {
-    tile.has_dead_keys |= has_dead_keys(cluster_begin + (1 - rank) * kBlockN, &tile.peer_live_begin,
+  if (form.cluster == 2) {
+    tile.has_dead_keys |= has_dead_keys(cluster_begin + (1 - rank) * block_n, &tile.peer_live_begin,
                                         &tile.peer_live_end)
                               ? 1
                               : 0;
@@ -140,8 +124,8 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   constexpr std::int64_t kFar = std::int64_t{1} << 30;
   tile.lo = static_cast<int>(clamp_to(band.lo - begin, -kFar, kFar));
   tile.hi = static_cast<int>(clamp_to(band.hi - begin, -kFar, kFar));
-  tile.keys_end = static_cast<int>(clamp_to(band.seqlen_kv - begin, 0, kBlockN));
-  for (int i = 0; i < kBlockN / 64; ++i) {
+  tile.keys_end = static_cast<int>(clamp_to(band.seqlen_kv - begin, 0, block_n));
+  for (int i = 0; i < form.block_n / 64; ++i) {
     const Range full =
         band.q_range_full(begin + std::int64_t{64} * i, begin + std::int64_t{64} * (i + 1));
     tile.full_begin[i] = static_cast<int>((full.begin + kBlockM - 1) / kBlockM);
@@ -149,16 +133,16 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
     tile.full_end[i] = static_cast<int>(
         full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM : full.end / kBlockM);
   }
-  if (kOrdered) {
+  if (form.ordered) {
     const auto to_int = [](std::int64_t x) { return static_cast<int>(x); };
     tile.q_rows = to_int(sequence.q.end - sequence.q.begin);
     tile.turn = to_int(block);
     tile.segment_mask = -1;
     tile.finish_begin[0] = tile.m_begin;
-    const std::int64_t num_clusters = (band.seqlen_kv + kClusterN - 1) / kClusterN;
+    const std::int64_t num_clusters = (band.seqlen_kv + cluster_n - 1) / cluster_n;
     if (p.max_round == 0) {
       // No later cluster sees rows before i, where i + hi is the first key after this one.
-      const std::int64_t after = cluster_begin + kClusterN;
+      const std::int64_t after = cluster_begin + cluster_n;
       tile.finish_end[0] =
           live.end <= after ? tile.m_end
                             : to_int(clamp_to(after - band.hi, tile.m_begin * std::int64_t{kBlockM},
@@ -191,35 +175,62 @@ FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
   return tile;
 }
 
-// Walks the steps of a tile: query heads of the group, and in each the query blocks downwards, with
-// kRotates from m_start on and, past m_begin, from the last one on.
-template <bool kRotates>
+// Tile `cta` of a launch in the order of section_order.hpp.
+template <int kBlockN, int kCluster, bool kOrdered = false>
+FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
+  const auto index = static_cast<std::uint32_t>(cta) / std::uint32_t{kCluster};
+  return key_tile_at(p, {kBlockN, kCluster, kOrdered},
+                     tile_place(p, std::int64_t{kBlockN} * kCluster, index), cta % kCluster);
+}
+
+// How the tiles of the main kernel come to be described before it runs.
+struct KeyTileParams {
+  KeyTile* tiles;  // (num_tiles * form.cluster); null: not wanted
+  KeyTileForm form;
+  std::uint32_t num_tiles;  // or clusters of tiles: the grid
+  // Of a packed batch, whose tiles prepare only puts in order:
+  PackedPass packed;
+  PackedTile* packed_tiles;         // (num_tiles), or null: fixed length
+  std::uint32_t* num_packed_tiles;  // in use; the rest of the grid has no work
+};
+
+// Walks the steps of a tile. kHeadsInside: query blocks from m_start downwards and, past m_begin,
+// from the last one on, and for each the query heads of the group: clusters that meet at a block in
+// turns then never wait for each other's other heads. Else query heads, and in each the blocks.
+template <bool kHeadsInside>
 struct StepWalk {
   int m_begin;
   int m_last;
-  int m_start;
   int m;
+  int group;
   int head;
+  int head_end;  // of the group
 
-  FG_HOST_DEVICE StepWalk(const KeyTile& tile, int group)
+  FG_HOST_DEVICE StepWalk(const KeyTile& tile, int heads_of_group)
       : m_begin(tile.m_begin),
         m_last(tile.m_end - 1),
-        m_start(kRotates ? tile.m_start : m_last),
-        m(m_start),
-        head(tile.head_kv * group) {}
+        m(kHeadsInside ? tile.m_start : m_last),
+        group(heads_of_group),
+        head(tile.head_kv * group),
+        head_end(head + group) {}
   // The number of the step's block in the row statistics. 32 bits: 2^31 blocks of dq accumulators
   // would be 16 TB and more.
   FG_HOST_DEVICE int slot(const RowStatistics& rows, const KeyTile& tile) const {
     return head * static_cast<int>(rows.num_blocks) + tile.q_block + m;
   }
-  FG_HOST_DEVICE void advance() {
+  // Returns whether it went on to another query block.
+  FG_HOST_DEVICE bool advance() {
+    if (kHeadsInside) {
+      if (++head < head_end) {
+        return false;
+      }
+      head -= group;
+    }
     if (--m < m_begin) {
       m = m_last;
-      head += kRotates ? 0 : 1;
+      head += kHeadsInside ? 0 : 1;
     }
-    if (kRotates && m == m_start) {
-      ++head;
-    }
+    return true;
   }
 };
 
@@ -228,12 +239,10 @@ struct Turn {
   int value;
 
   FG_HOST_DEVICE explicit Turn(const KeyTile& tile) : value(tile.turn) {}
-  // After walk.advance().
+  // After walk.advance() has gone on to another block.
   FG_HOST_DEVICE void advance(const StepWalk<true>& walk, const KeyTile& tile) {
-    if (walk.m == walk.m_start) {
-      value = tile.turn;
-    } else if (((walk.m & tile.segment_mask) == tile.segment_mask || walk.m == walk.m_last) &&
-               walk.m < tile.growing_end) {
+    if (((walk.m & tile.segment_mask) == tile.segment_mask || walk.m == walk.m_last) &&
+        walk.m < tile.growing_end) {
       ++value;
     }
   }

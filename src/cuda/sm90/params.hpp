@@ -10,6 +10,8 @@
 
 namespace flashgrad::sm90 {
 
+struct KeyTile;  // key_tile.cuh
+
 // The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
 // through all spans (sequences.cuh).
 inline constexpr std::int32_t kHasNan = 2;
@@ -44,8 +46,6 @@ struct RowInputs {
 };
 
 struct BwdPrepareParams {
-  int variant;             // of the main kernel
-  std::int64_t tile_ctas;  // CTAs that list its tiles, before those that prepare
   Sequences sequences;
   std::int64_t heads_q;
   RowInputs inputs;
@@ -68,13 +68,8 @@ struct Scales {
   float softcap;  // scale / softcap
 };
 
-struct KeyTile;
-
 struct BwdParams {
-  // What each CTA does, in the order in which they start, listed by prepare; ordered kernels go by
-  // their tickets. bwd_wide.cuh does without.
-  std::int64_t num_ctas;
-  KeyTile* tiles;  // (num_ctas)
+  std::int64_t num_ctas;  // of bwd.cuh
   Sequences sequences;
   std::int64_t heads_kv;
   std::int64_t group;     // query heads per key head
@@ -85,6 +80,8 @@ struct BwdParams {
   std::int64_t num_units;
   std::int64_t section;    // units whose tiles are launched together, longest tiles first
   std::int64_t round = 1;  // neighbouring tiles of a unit launched together
+  // Of each CTA in the order of the launch, described by prepare; null: no bwd.cuh.
+  const KeyTile* tiles;
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
   Tensor q, k, v, dout;
   std::uint32_t mapped;  // bits kMapQ...
