@@ -244,12 +244,12 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   if constexpr (C.cluster == 2) {
     // This CTA's memory must not go while the peer may still signal to its barriers or copy from
     // it. A barrier of the cluster would also wait for all stores to global memory.
-    if (loads) {
+    if (warp == 0) {
+      const int num_steps = shared_tile.num_steps;
       const auto wait_for_last = [&](std::uint32_t first_barrier, int stages) {
-        for (int stage = 0; stage < stages && stage < tile.num_steps; ++stage) {
-          ptx::mbarrier_wait(
-              first_barrier + 8 * stage,
-              static_cast<std::uint32_t>((tile.num_steps - 1 - stage) / stages) & 1U);
+        for (int stage = 0; stage < stages && stage < num_steps; ++stage) {
+          ptx::mbarrier_wait(first_barrier + 8 * stage,
+                             static_cast<std::uint32_t>((num_steps - 1 - stage) / stages) & 1U);
         }
       };
       wait_for_last(shared.q_empty(0), C.q_stages);
