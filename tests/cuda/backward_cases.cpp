@@ -165,6 +165,24 @@ std::vector<Case> cases() {
           c.plus_inf = true;
         });
   }
+  // Enough units for the main kernel to serve them (unit_pipeline.hpp).
+  for (const int d : {128, 64}) {
+    add("ring full 200x300", problem(kB, 40, 200, 300, 6, 6, d, d), kFull);
+    add("ring causal gqa", problem(kH, 120, 300, 260, 8, 4, d, d), kCausal);
+    add("ring idle tiles", problem(kB, 60, 100, 600, 4, 4, d, d), kCausalTop);
+    add("ring f32 odd strides", problem(kB, 100, 130, 200, 4, 4, d - 3, d), kCausal, [](Case& c) {
+      c.p.dq_dtype = DType::kF32;
+      c.head_pad = 3;
+    });
+    add("ring seqused sinks", problem(kB, 50, 200, 300, 8, 4, d, d),
+        BandMask{60, 20, Alignment::kBottomRight}, [](Case& c) {
+          c.p.has_sinks = c.p.wants_dsinks = true;
+          for (int i = 0; i < 50; ++i) {
+            c.seqused_q.push_back(i * 37 % 201);
+            c.seqused_kv.push_back(300 - i * 5);
+          }
+        });
+  }
   add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
   add("d96, dv 40", problem(kB, 2, 200, 300, 4, 2, 96, 40), kCausal);
   add("d33", problem(kB, 2, 200, 200, 4, 4, 33, 33), kCausal);

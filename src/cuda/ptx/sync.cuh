@@ -25,6 +25,12 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// The same, but orders no memory before it, so that nobody waits for stores under way.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                   : "memory");
+}
+
 // PTX ISA, "%cluster_ctarank".
 __device__ __forceinline__ std::uint32_t cluster_rank() {
   std::uint32_t rank;
@@ -36,6 +42,11 @@ __device__ __forceinline__ std::uint32_t cluster_rank() {
 // (wgmma operands, bulk copies).
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // threadIdx.x, read where it is used: keeping it in a register may cost a spill in roles that have
@@ -88,6 +99,10 @@ __device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* addre
 }
 __device__ __forceinline__ void store_release(std::uint32_t* address, std::uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void reduce_release(std::uint32_t* address, std::uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // The word at the same offset `address` in the shared memory of CTA `cta` of the cluster.

@@ -90,7 +90,11 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   }
   __syncthreads();
   if constexpr (C.cluster == 2) {
-    ptx::cluster_sync();
+    if constexpr (C.ordered) {
+      ptx::cluster_sync();  // the ticket
+    } else {
+      ptx::cluster_sync_relaxed();  // the barriers, which init_barriers has fenced
+    }
   }
   if constexpr (C.ordered) {
     if (threadIdx.x / 32 == 4) {
@@ -100,6 +104,12 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   }
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
+  if constexpr (C.serves_units()) {
+    if (tile.num_steps == kServesUnit) {
+      serve_units<C, T>(p, unit_of(p, tile), tile.turn, static_cast<int>(rank));
+      return;
+    }
+  }
   if (tile.num_steps == 0) {
     if (p.dk) {
       store_zeros(p.dk, tile, static_cast<int>(p.head_dim));
@@ -110,6 +120,12 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if constexpr (C.ordered && C.cluster == 2) {
       ptx::cluster_sync();  // the ticket has been read
     }
+    if constexpr (C.serves_units()) {
+      if (warpgroup == 0 && p.pipeline.lag > 0) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        count_warp(unit_counter(p, unit_of(p, tile), UnitPipeline::kAdded), lane);
+      }
+    }
     return;
   }
   if (warpgroup == 0) {
@@ -119,10 +135,6 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     ptx::registers_increase<C.consumer_registers>();
     const int consumer = __shfl_sync(0xffffffffU, warpgroup - 1, 0);
     bwd_consumer_role<C, T>(p, tile, shared, consumer);
-  }
-  if constexpr (C.cluster == 2) {
-    __syncwarp();
-    ptx::cluster_sync();  // neither CTA's memory goes while the other may still signal or copy
   }
 }
 

@@ -7,6 +7,7 @@
 #include "cuda/ptx/copy.cuh"
 #include "cuda/sm90/bwd_load.cuh"
 #include "cuda/sm90/bwd_order.cuh"
+#include "cuda/sm90/bwd_units.cuh"
 #include "cuda/tile/fragment.hpp"
 #include "cuda/tile/gemm.cuh"
 
@@ -50,12 +51,27 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {
     loader.load_k();
+    if constexpr (C.serves_units()) {
+      loader.all_readable = wait_for_rows<C>(p, unit_of(p, tile));
+    }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
       loader.load_step(step);
     }
   }
   __syncwarp();
+  int unit_offset = 0;  // of the accumulators' blocks
+  if constexpr (!C.ordered) {
+    const int unit = unit_of(p, tile);
+    unit_offset = (unit % p.pipeline.slots - tile.head_kv) *
+                      (static_cast<int>(p.group) * p.pipeline.head_blocks) +
+                  (p.sequences.packed() ? tile.q_block : 0);
+    if constexpr (C.serves_units()) {
+      if (p.pipeline.lag > 0) {
+        wait_for_slot<C>(p, unit);
+      }
+    }
+  }
   ptx::mbarrier_wait(shared.k_full(), 0);
   StepWalk<C.ordered> walk(tile, static_cast<int>(p.group));
   Turn turn(tile);
@@ -81,8 +97,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   for (int step = 0; step < tile.num_steps; ++step) {
     // Worked out where it is used: no registers to keep it through the products.
     const auto accumulator = [&] {
-      return p.dq_accumulator +
-             static_cast<std::int64_t>(walk.slot(p.rows, tile)) * (kBlockM * C.head_dim) +
+      const int block = C.ordered ? walk.slot(p.rows, tile)
+                                  : unit_offset + walk.head * p.pipeline.head_blocks + walk.m;
+      return p.dq_accumulator + static_cast<std::int64_t>(block) * (kBlockM * C.head_dim) +
              tile::fragment_order<C.head_dim>(warp * 32 + lane, 0);
     };
     const auto counter = [&] { return p.order.counters + 2 * walk.slot(p.rows, tile) + rank; };
@@ -219,6 +236,28 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   if constexpr (C.ordered) {
     if (adds) {
       finish_dq<C, T>(p, shared_tile, rank, warp, lane);
+    }
+  }
+  if constexpr (C.serves_units()) {
+    if (p.pipeline.lag > 0) {
+      count_warp(unit_counter(p, unit_of(p, shared_tile), UnitPipeline::kAdded), lane);
+    }
+  }
+  if constexpr (C.cluster == 2) {
+    // This CTA's memory must not go while the peer may still signal to its barriers or copy from
+    // it. A barrier of the cluster would also wait for all stores to global memory.
+    if (warp == 0) {
+      const int num_steps = shared_tile.num_steps;
+      const auto wait_for_last = [&](std::uint32_t first_barrier, int stages) {
+        for (int stage = 0; stage < stages && stage < num_steps; ++stage) {
+          ptx::mbarrier_wait(first_barrier + 8 * stage,
+                             static_cast<std::uint32_t>((num_steps - 1 - stage) / stages) & 1U);
+        }
+      };
+      wait_for_last(shared.q_empty(0), C.q_stages);
+      wait_for_last(shared.do_empty(0), C.do_stages);
+      wait_for_last(shared.ds_empty(0), C.ds_stages);
+      wait_for_last(shared.peer_ds_empty(0), C.ds_stages);
     }
   }
 }

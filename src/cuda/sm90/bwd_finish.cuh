@@ -37,22 +37,27 @@ __device__ __forceinline__ void store_8(Out* destination, const float* values, i
   }
 }
 
-// One CTA per (query block, head).
+// One CTA per query block and query head of a unit (unit_pipeline.hpp).
 template <class Out, int kHeadDim>
 __global__ __launch_bounds__(kFinishThreads) void bwd_finish(
     const __grid_constant__ BwdFinishParams p) {
   constexpr int kPitch = kHeadDim + 4;  // floats; spreads a column's rows over the banks
   __shared__ __align__(16) float rows[32][kPitch];
-  const auto heads = static_cast<unsigned>(p.heads_q);
-  const std::int64_t block = blockIdx.x / heads;
-  const std::int64_t head = blockIdx.x % heads;
+  const auto head_blocks = static_cast<unsigned>(p.head_blocks);
+  const auto group = static_cast<unsigned>(p.group);
+  const auto heads_kv = static_cast<unsigned>(p.heads_kv);
   const Sequences& s = p.sequences;
+  const unsigned in_head = blockIdx.x % head_blocks;
+  const unsigned in_group = blockIdx.x / head_blocks % group;
+  const unsigned unit = blockIdx.x / head_blocks / group;
+  const std::int64_t head = unit % heads_kv * group + in_group;
+  const std::int64_t block = s.packed() ? in_head : unit / heads_kv * head_blocks + in_head;
   const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
   const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
   const SequenceSpan sequence = sequence_span(s, span);
   const std::int64_t row_begin = sequence.q.begin + (block - first) * kBlockM;
   const float4* accumulator = reinterpret_cast<const float4*>(
-      p.dq_accumulator + (head * p.num_blocks + block) * (kBlockM * kHeadDim));
+      p.dq_accumulator + std::int64_t{blockIdx.x} * (kBlockM * kHeadDim));
   const bool wide = reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
                     p.dq.row_stride * sizeof(Out) % 16 == 0 &&
                     p.dq.head_stride * sizeof(Out) % 16 == 0 &&

@@ -14,6 +14,7 @@
 #include "cuda/sm90/bwd_repair.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
+#include "cuda/sm90/unit_pipeline.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -54,11 +55,24 @@ int find_variant(const Problem& p, bool ordered) {
   return found;
 }
 
+bool hides_nothing(const BandMask& mask) {
+  return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
+}
+
+std::int64_t num_units(const Problem& p) { return (p.packed ? 1 : p.batch) * p.heads_kv; }
+
+// Query blocks per head of a unit.
+std::int64_t head_blocks(const Problem& p) {
+  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, kBlockM);
+}
+
 // Which kernels run.
 struct Plan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
   bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
   int padded_head_dim = 0;
+  UnitPipeline units;        // of main kernels that are not ordered
+  std::int64_t section = 0;  // units launched together where they are served, else 0
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
   // bwd.cuh runs.
@@ -67,19 +81,6 @@ struct Plan {
   }
   [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
 };
-
-Plan make_plan(const Problem& p) {
-  Plan plan;
-  plan.variant = find_variant(p, p.deterministic);
-  plan.separate_dq =
-      p.wants_dq && (plan.variant < 0 || (!plan.ordered() && !(p.wants_dk || p.wants_dv)));
-  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
-  plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
-                         : width <= 64                          ? 64
-                         : width <= 128                         ? 128
-                                                                : kMaxHeadDim;
-  return plan;
-}
 
 // Keys of a tile of the main kernel, or of its cluster's.
 std::int64_t keys_per_tile(const Plan& plan) {
@@ -90,8 +91,41 @@ std::int64_t keys_per_tile(const Plan& plan) {
 std::int64_t key_tiles_per_unit(const Problem& p, const Plan& plan) {
   return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys_per_tile(plan));
 }
-std::int64_t num_key_tiles(const Problem& p, const Plan& plan) {
-  return (p.packed ? 1 : p.batch) * p.heads_kv * key_tiles_per_unit(p, plan);
+// Its CTAs, or clusters of them: for each tile, and those that serve units.
+std::int64_t num_clusters(const Problem& p, const Plan& plan, const UnitPipeline& pipeline) {
+  const std::int64_t served =
+      pipeline.serves() ? num_units(p) + pipeline.lag * pipeline.last_parts : 0;
+  return num_units(p) * key_tiles_per_unit(p, plan) + served;
+}
+
+Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
+  Plan plan;
+  plan.variant = find_variant(p, p.deterministic);
+  plan.separate_dq =
+      p.wants_dq && (plan.variant < 0 || (!plan.ordered() && !(p.wants_dk || p.wants_dv)));
+  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
+  plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
+                         : width <= 64                          ? 64
+                         : width <= 128                         ? 128
+                                                                : kMaxHeadDim;
+  if (plan.variant < 0 || plan.ordered() || plan.separate_dq) {
+    return plan;
+  }
+  const BwdConfig& config = kBwdConfigs[plan.variant];
+  plan.units.slots = static_cast<std::int32_t>(num_units(p));
+  if (p.packed || !config.serves_units() || p.seqlen_q == 0) {
+    return plan;
+  }
+  const std::int64_t tiles = key_tiles_per_unit(p, plan) * config.cluster;
+  const bool equal_tiles = hides_nothing(p.mask);
+  const std::int64_t section = unit_section(tiles, equal_tiles, device.num_multiprocessors);
+  plan.units = plan_units(num_units(p), tiles, section, equal_tiles, device.num_multiprocessors,
+                          config.cluster);
+  plan.section = plan.units.lag > 0 ? section : 0;
+  if (p.wants_dsinks) {
+    plan.units.lead = 0;  // the prepare kernel sums them
+  }
+  return plan;
 }
 
 // The pieces of the workspace, as offsets from its aligned start.
@@ -102,6 +136,7 @@ struct Layout {
   std::size_t unreadable = 0;
   std::size_t dsink_partial = 0;
   std::size_t dq_accumulator = 0;
+  std::size_t unit_counters = 0;
   std::size_t counters = 0;
   std::size_t ticket = 0;
   std::size_t tiles = 0;
@@ -126,22 +161,21 @@ Layout make_layout(const Problem& p, const Plan& plan) {
   layout.neg_delta = take(blocks * kBlockM * 4);
   layout.unreadable = take(blocks * 4);
   layout.dsink_partial = p.wants_dsinks ? take(blocks * 4) : 0;
+  const std::int64_t accumulated =
+      plan.ordered() ? blocks : plan.units.slots * p.group() * head_blocks(p);
   layout.dq_accumulator =
-      plan.accumulates_dq(p) ? take(blocks * kBlockM * plan.padded_head_dim * 4) : 0;
+      plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
+  layout.unit_counters = plan.units.lag > 0 ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() ? take(4) : 0;
   if (plan.has_main(p)) {
-    const std::int64_t tiles = num_key_tiles(p, plan);
+    const std::int64_t tiles = num_clusters(p, plan, plan.units);
     layout.tiles = take(tiles * kBwdConfigs[plan.variant].cluster * std::int64_t{sizeof(KeyTile)});
     layout.packed_tiles = p.packed ? take(tiles * std::int64_t{sizeof(PackedTile)}) : 0;
     layout.num_packed_tiles = p.packed ? take(4) : 0;
   }
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
-}
-
-bool hides_nothing(const BandMask& mask) {
-  return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
 }
 
 // The largest round of rotating tiles: all its clusters run at the same time, on at most half of
@@ -219,9 +253,19 @@ Scales make_scales(const Problem& p) {
   return scales;
 }
 
+RowInputs row_inputs(const Problem& p, const Args& args) {
+  return {.head_dim_v = p.head_dim_v,
+          .out = args.out,
+          .dout = args.dout,
+          .lse = args.lse,
+          .dlse = args.dlse,
+          .sinks = static_cast<const float*>(args.sinks)};
+}
+
 BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
-                           const RowStatistics& rows, float* dq_accumulator, const DqOrder& order,
-                           const KeyTile* tiles, const cuda::DeviceProperties& device) {
+                           const RowStatistics& rows, float* dq_accumulator,
+                           const UnitPipeline& pipeline, const DqOrder& order, const KeyTile* tiles,
+                           const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
   const Scales scales = make_scales(p);
   BwdParams params{};
@@ -231,7 +275,8 @@ BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
   params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
   params.num_kv_blocks = key_tiles_per_unit(p, plan);
-  params.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
+  params.num_units = num_units(p);
+  params.num_ctas = num_clusters(p, plan, pipeline) * kBwdConfigs[plan.variant].cluster;
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
@@ -239,11 +284,13 @@ BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
   params.dk = p.wants_dk ? args.dk : Tensor{};
   params.dv = p.wants_dv ? args.dv : Tensor{};
   params.rows = rows;
+  params.inputs = row_inputs(p, args);
   params.dq_accumulator = dq_accumulator;
+  params.pipeline = pipeline;
+  params.dq = p.wants_dq ? args.dq : Tensor{};
   params.tiles = tiles;
   if (plan.ordered()) {
     params.order = order;
-    params.dq = p.wants_dq ? args.dq : Tensor{};
     params.max_round = max_round(p, cluster, device);
     if (params.max_round > 0) {
       // A round whose size only the device knows lies inside of a unit's tiles.
@@ -254,13 +301,16 @@ BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
                                .round;
     }
   }
-  params.section = units_together(
-      static_cast<std::uint32_t>(params.num_units),
-      rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
-          static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
-      units_that_fill(
-          static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
-          static_cast<std::uint32_t>(params.max_round > 0 ? params.round : params.num_kv_blocks)));
+  params.section =
+      plan.section > 0
+          ? plan.section
+          : units_together(
+                static_cast<std::uint32_t>(params.num_units),
+                rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
+                    static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
+                units_that_fill(static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
+                                static_cast<std::uint32_t>(
+                                    params.max_round > 0 ? params.round : params.num_kv_blocks)));
   params.scale = scales.scale;
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
@@ -330,10 +380,10 @@ Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows,
 
 template <class T>
 Status run(const Problem& p, const Args& args) {
-  const Plan plan = make_plan(p);
-  const Layout layout = make_layout(p, plan);
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
+  const Plan plan = make_plan(p, device);
+  const Layout layout = make_layout(p, plan);
   const auto start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
   const auto at = [start](std::size_t offset) { return reinterpret_cast<float*>(start + offset); };
@@ -354,41 +404,52 @@ Status run(const Problem& p, const Args& args) {
     order = {p.wants_dq ? word(layout.counters) : nullptr, word(layout.ticket)};
     keys_per_turn = kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
   }
+  UnitPipeline pipeline = plan.units;
+  pipeline.head_blocks = static_cast<std::int32_t>(head_blocks(p));
+  pipeline.counters = pipeline.lag > 0 ? word(layout.unit_counters) : nullptr;
+  pipeline.lag = dq_accumulator != nullptr ? pipeline.lag : 0;
+  pipeline.lead = all_wide(row_inputs(p, args)) ? pipeline.lead : 0;
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
 
+  // Of whole batch entries, which hold the units that are not prepared later.
+  const std::int64_t prepare_ctas =
+      pipeline.lead == 0
+          ? q_tiles
+          : std::min(q_tiles, (std::max(pipeline.lead, pipeline.lag > 0 ? pipeline.slots : 0) +
+                               p.heads_kv - 1) /
+                                  p.heads_kv * pipeline.head_blocks * p.heads_q);
   BwdParams main{};
   KeyTileParams tiles{};
   if (plan.has_main(p)) {
     const BwdConfig& config = kBwdConfigs[plan.variant];
     tiles.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
     tiles.form = {config.block_n(), config.cluster, config.ordered};
-    tiles.num_tiles = static_cast<std::uint32_t>(num_key_tiles(p, plan));
+    tiles.num_tiles = static_cast<std::uint32_t>(num_clusters(p, plan, pipeline));
     if (p.packed) {
       tiles.packed = make_packed_pass(p, plan, device);
       tiles.packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
       tiles.num_packed_tiles = word(layout.num_packed_tiles);
     }
-    main = make_main_params(p, args, plan, rows, dq_accumulator, order, tiles.tiles, device);
+    main =
+        make_main_params(p, args, plan, rows, dq_accumulator, pipeline, order, tiles.tiles, device);
   }
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
-                                 .head_dim_v = p.head_dim_v,
-                                 .out = args.out,
-                                 .dout = args.dout,
-                                 .lse = args.lse,
-                                 .dlse = args.dlse,
-                                 .sinks = static_cast<const float*>(args.sinks),
+                                 .inputs = row_inputs(p, args),
                                  .rows = rows,
                                  .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
                                  .block_floats = kBlockM * plan.padded_head_dim,
+                                 .pipeline = pipeline,
+                                 .num_units = num_units(p),
+                                 .group = p.group(),
                                  .order = order,
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .head_dim = p.head_dim};
-  FG_RETURN_IF_ERROR(
-      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                   {.num_ctas = key_tile_ctas(tiles) + q_tiles, .num_threads = kPrepareThreads},
-                   args.stream, prepare, main, tiles));
+  FG_RETURN_IF_ERROR(cuda::launch(
+      "sm90 backward prepare", bwd_prepare<T>,
+      {.num_ctas = key_tile_ctas(tiles) + prepare_ctas, .num_threads = kPrepareThreads},
+      args.stream, prepare, main, tiles));
   if (tiles.packed_tiles != nullptr) {
     FG_RETURN_IF_ERROR(cuda::launch(
         "sm90 backward tiles", bwd_packed_tiles,
@@ -412,11 +473,12 @@ Status run(const Problem& p, const Args& args) {
   if (plan.separate_dq && !wide.keeps_ds) {
     FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
   }
-  if (plan.accumulates_dq(p) && !plan.ordered()) {
+  if (plan.accumulates_dq(p) && !plan.ordered() && pipeline.lag == 0) {
     const BwdFinishParams finish{.sequences = make_sequences(p, args),
-                                 .heads_q = p.heads_q,
+                                 .heads_kv = p.heads_kv,
+                                 .group = p.group(),
                                  .head_dim = p.head_dim,
-                                 .num_blocks = layout.num_q_blocks,
+                                 .head_blocks = head_blocks(p),
                                  .dq_accumulator = dq_accumulator,
                                  .dq = args.dq,
                                  .scale = static_cast<float>(p.scale)};
@@ -449,10 +511,11 @@ Status supports_backward(const Problem& p) {
 }
 
 WorkspaceSize backward_workspace_size(const Problem& p) {
-  const Plan plan = make_plan(p);
-  const std::size_t bytes = make_layout(p, plan).bytes;
   cuda::DeviceProperties device;
-  if (plan.variant >= 0 || !cuda::device_properties(p.device_id, &device).ok()) {
+  const bool known = cuda::device_properties(p.device_id, &device).ok();
+  const Plan plan = make_plan(p, device);
+  const std::size_t bytes = make_layout(p, plan).bytes;
+  if (plan.variant >= 0 || !known) {
     return {bytes, bytes};
   }
   return {bytes,

@@ -31,6 +31,7 @@ struct Loader {
   // Whether the walk's block, the next, ... have rows that are not to be read: loaded 32 at a time,
   // since a load that is waited for in every step costs the dq warpgroup its slack.
   std::uint32_t unreadable = 0;
+  bool all_readable = false;  // known without looking
 
   __device__ Loader(const BwdParams& params, const BwdMaps& tensor_maps, const KeyTile& key_tile,
                     int (&parity_of_landing)[3], Shared memory, int cluster_rank, int lane_index)
@@ -158,7 +159,7 @@ struct Loader {
     }
     ptx::mbarrier_wait(is_q ? shared.q_empty(stage) : shared.do_empty(stage), parity);
     if constexpr (kHeadsInside) {
-      if (is_q && step % 32 == 0) {
+      if (is_q && !all_readable && step % 32 == 0) {
         // No division: it would take registers that the role does not have.
         int head = walk.head + lane;
         int m = walk.m;
@@ -171,7 +172,7 @@ struct Loader {
         unreadable =
             __ballot_sync(0xffffffffU, step + lane < tile.num_steps && p.rows.unreadable[at] != 0);
       }
-    } else if (is_q && (walk.m_last - walk.m) % 32 == 0) {
+    } else if (is_q && !all_readable && (walk.m_last - walk.m) % 32 == 0) {
       const bool exists = walk.m - lane >= walk.m_begin;
       unreadable = __ballot_sync(0xffffffffU, exists && p.rows.unreadable[slot() - lane] != 0);
     }

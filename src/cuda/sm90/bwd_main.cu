@@ -9,12 +9,11 @@ namespace {
 template <BwdVariant kVariant, class T>
 Status launch_variant(const BwdMaps& maps, const BwdParams& params, void* stream) {
   constexpr const BwdConfig& kConfig = kBwdConfigs[static_cast<int>(kVariant)];
-  const cuda::LaunchShape shape{
-      .num_ctas = params.num_units * params.num_kv_blocks * kConfig.cluster,
-      .num_threads = BwdConfig::kThreads,
-      .shared_bytes = kConfig.shared_bytes(),
-      .cluster_size = kConfig.cluster,
-      .overlaps_predecessor = true};
+  const cuda::LaunchShape shape{.num_ctas = params.num_ctas,
+                                .num_threads = BwdConfig::kThreads,
+                                .shared_bytes = kConfig.shared_bytes(),
+                                .cluster_size = kConfig.cluster,
+                                .overlaps_predecessor = true};
   return cuda::launch("sm90 backward", bwd_main<kVariant, T>, shape, stream, maps, params);
 }
 

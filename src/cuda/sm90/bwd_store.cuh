@@ -93,6 +93,28 @@ __device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float
                     rows.out.row_stride % 8 == 0 && rows.out.head_stride % 8 == 0 &&
                     rows.out.batch_stride % 8 == 0;
   auto* base = static_cast<std::uint16_t*>(rows.out.data);
+  constexpr int kPieces = kColumns / 8;  // of 16 bytes in a row
+  if constexpr (128 % kPieces == 0 && 128 / kPieces % 8 == 0) {
+    if (wide && rows.columns == kColumns) {
+      // The thread's pieces have the same column, and their rows the same swizzle.
+      constexpr int kStep = 128 / kPieces;  // rows
+      const int first = thread / kPieces;
+      const int column = thread % kPieces * 8;
+      const std::uint32_t from =
+          staging + static_cast<std::uint32_t>(Tile::offset(staging_row + first, column));
+      std::uint16_t* const to =
+          base + rows.out.offset(rows.batch, rows.row + first, rows.head) + column;
+#pragma unroll
+      for (int k = 0; k < 64 / kStep; ++k) {
+        if (first + k * kStep < rows.count) {
+          __stcs(reinterpret_cast<uint4*>(to + k * kStep * rows.out.row_stride),
+                 ptx::load_shared_uint4(
+                     from + static_cast<std::uint32_t>(k * kStep * tile::kBoxRowBytes)));
+        }
+      }
+      return;
+    }
+  }
 #pragma unroll 4
   for (int i = thread; i < 64 * (kColumns / 8); i += 128) {
     const int r = i / (kColumns / 8);

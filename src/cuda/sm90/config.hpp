@@ -33,6 +33,9 @@ struct BwdConfig {
   // / 689, causal 630 / 652; not ordered, full 704 / 677.
   constexpr bool consumers_send() const { return cluster == 2 && ordered; }
 
+  // Tiles prepare and finish other units too (unit_pipeline.hpp); softcap needs the registers.
+  constexpr bool serves_units() const { return !ordered && !softcap; }
+
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kKeysPerDs = 64 * kConsumers;

@@ -6,6 +6,7 @@
 
 #include "core/problem.hpp"
 #include "cuda/sm90/sequences.cuh"
+#include "cuda/sm90/unit_pipeline.hpp"
 
 namespace flashgrad::sm90 {
 
@@ -34,19 +35,27 @@ struct DqOrder {
 // In a counter: the accumulators of the block have not been written.
 inline constexpr std::uint32_t kNothingYet = 0x80000000U;
 
-struct BwdPrepareParams {
-  Sequences sequences;
-  std::int64_t heads_q;
+// What the row statistics are made of.
+struct RowInputs {
   std::int64_t head_dim_v;
   Tensor out;          // (batch, seqlen_q, heads_q, head_dim_v)
   Tensor dout;         // likewise, any strides; null: 0
   Tensor lse;          // (batch, heads_q, seqlen_q) f32, any strides
   Tensor dlse;         // likewise; null: 0
   const float* sinks;  // (heads_q), or null
+};
+
+struct BwdPrepareParams {
+  Sequences sequences;
+  std::int64_t heads_q;
+  RowInputs inputs;
   RowStatistics rows;
-  float* dq_accumulator;      // (heads_q, num_blocks, 64 * head_dim) f32, zeroed; null: not wanted
+  float* dq_accumulator;      // of BwdParams, zeroed; null: not wanted
   std::int64_t block_floats;  // 64 * padded head_dim
-  DqOrder order;              // set where not null
+  UnitPipeline pipeline;      // its counters are zeroed
+  std::int64_t num_units;
+  std::int64_t group;
+  DqOrder order;  // set where not null
   std::int64_t keys_per_turn;
   Tensor dq;  // with counters: rows of blocks that no key reaches become 0
   std::int64_t head_dim;
@@ -60,6 +69,7 @@ struct Scales {
 };
 
 struct BwdParams {
+  std::int64_t num_ctas;  // of bwd.cuh
   Sequences sequences;
   std::int64_t heads_kv;
   std::int64_t group;     // query heads per key head
@@ -77,10 +87,13 @@ struct BwdParams {
   std::uint32_t mapped;  // bits kMapQ...
   Tensor dk, dv;         // null: not wanted
   RowStatistics rows;
-  float* dq_accumulator;  // (heads_q, num_blocks, 64 * head_dim) f32 in fragment order; null: not
-                          // wanted
+  RowInputs inputs;  // of units that tiles of others prepare
+  // f32 in fragment order, (pipeline.slots, group, pipeline.head_blocks, 64 * head_dim) or, in
+  // ordered kernels, (heads_q, num_blocks, 64 * head_dim); null: not wanted
+  float* dq_accumulator;
+  UnitPipeline pipeline;  // kernels that are not ordered
   DqOrder order;          // ordered kernels
-  Tensor dq;              // likewise, with dq
+  Tensor dq;              // ordered kernels, and those that finish units
   int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
   float scale;
   float scale_log2;     // scale * log2(e); with softcap: softcap * log2(e)
@@ -115,10 +128,11 @@ struct BwdQueryParams {
 
 struct BwdFinishParams {
   Sequences sequences;
-  std::int64_t heads_q;
+  std::int64_t heads_kv;
+  std::int64_t group;
   std::int64_t head_dim;
-  std::int64_t num_blocks;
-  const float* dq_accumulator;  // (heads_q, num_blocks, 64 * padded head_dim) f32 in fragment order
+  std::int64_t head_blocks;     // query blocks per query head of a unit
+  const float* dq_accumulator;  // of BwdParams
   Tensor dq;
   float scale;
 };
