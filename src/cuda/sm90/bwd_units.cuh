@@ -5,7 +5,7 @@
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/bwd_order.cuh"
-#include "cuda/sm90/bwd_prepare.cuh"
+#include "cuda/sm90/bwd_rows.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
 #include "cuda/sm90/params.hpp"
 #include "cuda/sm90/unit_pipeline.hpp"
