@@ -167,7 +167,7 @@ TEST(Contract, TighterBoundsNeedLessWorkspaceAndChangeNothing) {
         EXPECT_LE(of_tight.preferred[pass], of_loose.preferred[pass]) << target.name();
         EXPECT_LE(of_tight.minimum[pass], of_loose.minimum[pass]) << target.name();
       }
-      if (target.backend != "reference") {  // whose workspace no length changes
+      if (target.backend == "cpu") {  // the others have room for the tensors' rows as they are
         EXPECT_LT(of_tight.preferred[FG_BACKWARD], of_loose.preferred[FG_BACKWARD])
             << target.name();
       }

@@ -79,6 +79,10 @@ struct RowSum {
 // `sum` is of 2^(scores - exponent), which are 0 where nothing is visible.
 __device__ __forceinline__ RowSum finish_sum(float exponent, float sum, const FwdParams& p,
                                              int head) {
+  // Logits beyond f32 make their row NaN: an lse of +inf would call it empty.
+  if (exponent == CUDART_INF_F) {
+    sum = CUDART_NAN_F;
+  }
   float factor = sum == 0.0F ? 0.0F : 1.0F / sum;
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head] * 1.4426950408889634F;
