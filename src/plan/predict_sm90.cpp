@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda/sm90/bwd_plan.hpp"
 #include "plan/account.hpp"
 #include "plan/pipeline.hpp"
 #include "plan/predict.hpp"
@@ -92,16 +93,6 @@ KernelTime list_kernel(const std::string& name, const std::vector<WorkTile>& til
           .fixed_seconds = kLaunchSeconds};
 }
 
-bool full(const Call& call) {
-  return call.mask.left >= kUnboundedFrom && call.mask.right >= kUnboundedFrom;
-}
-
-// As wants_cluster in bwd_launch.cu.
-bool wants_cluster(const Call& call) {
-  const bool half = call.mask.left >= kUnboundedFrom || call.mask.right >= kUnboundedFrom;
-  return call.lengths.empty() && call.seqlen > 128 && (full(call) || (half && call.seqlen >= 4096));
-}
-
 std::vector<KernelTime> forward_kernels(const Call& call, const Device& device) {
   const Kernel& kernel = sm90_forward_kernel(call.head_dim, call.head_dim_v);
   ScheduleProblem problem = schedule_of(call);
@@ -159,7 +150,9 @@ KernelTime ordered_kernel(const Kernel& kernel, const std::vector<WorkTile>& til
 KernelTime main_kernel(const Call& call, const Device& device) {
   const std::int64_t width = std::max(call.head_dim, call.head_dim_v);
   const Kernel& kernel =
-      sm90_backward_kernel(width, call.deterministic, width > 64 && wants_cluster(call));
+      sm90_backward_kernel(width, call.deterministic,
+                           width > 64 && sm90::wants_cluster(call.mask, !call.lengths.empty(),
+                                                             call.seqlen, call.seqlen));
   ScheduleProblem problem = schedule_of(call);
   const Policy& policy = find_policy(true, call.deterministic ? "turns-sm90" : "sections");
   const auto sms = static_cast<int>(device.sm_count);
@@ -196,7 +189,7 @@ std::vector<KernelTime> backward_kernels(const Call& call, const Device& device)
     kernels.push_back(memory_kernel("finish", device,
                                     rows * (4 * width + 2 * static_cast<double>(call.head_dim))));
   }
-  if (!full(call)) {
+  if (!sm90::hides_nothing(call.mask)) {
     kernels.push_back(memory_kernel("repair", device, 0));
   }
   return kernels;

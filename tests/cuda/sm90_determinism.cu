@@ -20,40 +20,11 @@
 #include <vector>
 
 #include "cuda/sm90/sm90_backend.hpp"
+#include "device_array.cuh"
 
 using namespace flashgrad;
 
 namespace {
-
-void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    std::printf("CUDA error: %s: %s\n", what, cudaGetErrorString(error));
-    std::exit(2);
-  }
-}
-#define CHECK_CUDA(x) check_cuda((x), #x)
-
-template <class T>
-struct DeviceArray {
-  T* data = nullptr;
-  std::size_t count;
-  explicit DeviceArray(std::size_t n) : count(n) {
-    CHECK_CUDA(cudaMalloc(&data, std::max<std::size_t>(n, 1) * sizeof(T)));
-    poison();
-  }
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    CHECK_CUDA(cudaMemcpy(data, host.data(), count * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  ~DeviceArray() { cudaFree(data); }
-  void poison() { CHECK_CUDA(cudaMemset(data, 0xff, count * sizeof(T))); }
-  [[nodiscard]] std::vector<T> host() const {
-    std::vector<T> result(count);
-    CHECK_CUDA(cudaMemcpy(result.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
-    return result;
-  }
-};
 
 // A row of a tensor: row `row` of sequence `sequence`, or of none (-1).
 struct Row {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements bwd_launch.hpp: picks the variant, cuts the workspace, fills the parameters and
+// Implements bwd_launch.hpp: cuts the workspace, fills the parameters and
 // launches prepare, main and finish, chained by programmatic dependent launch.
 #include <algorithm>
 #include <cmath>
@@ -10,131 +10,14 @@
 #include "cuda/sm90/bwd_finish.cuh"
 #include "cuda/sm90/bwd_kernels.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
+#include "cuda/sm90/bwd_plan.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_repair.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
-#include "cuda/sm90/unit_pipeline.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
-
-constexpr int kNumVariants = static_cast<int>(std::size(kBwdConfigs));
-
-// Clusters halve the traffic with the L2, but their CTAs walk the query blocks of both: with a band
-// that costs two steps a tile, so it pays for long sequences. H200, d128, whole calls without /
-// with, cool: full 16k 682 / 716, 4k 608 / 632, 1k 426 / 437; causal 16k 669 / 691, 4k 542 / 545,
-// 1k 302 / 284.
-bool wants_cluster(const Problem& p) {
-  const bool full = p.mask.left >= kUnboundedFrom && p.mask.right >= kUnboundedFrom;
-  const bool half = p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom;
-  return !p.packed && p.seqlen_kv > 128 && (full || (half && p.seqlen_q >= 4096));
-}
-
-// Head dims of bwd_wide.cuh and bwd_query.cuh.
-constexpr int kMaxHeadDim = 256;
-
-// The number of the narrowest variant that serves the problem, with clusters only where they pay,
-// or -1: then bwd_wide_launch.hpp does. Which ordered one depends on nothing that varies with the
-// batch.
-int find_variant(const Problem& p, bool ordered) {
-  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
-  int found = -1;
-  for (int i = 0; i < kNumVariants; ++i) {
-    const BwdConfig& config = kBwdConfigs[i];
-    if (config.head_dim < width || config.softcap != (p.softcap > 0) || config.ordered != ordered ||
-        (config.cluster > 1 && !p.deterministic && !wants_cluster(p))) {
-      continue;
-    }
-    if (found < 0 || config.head_dim < kBwdConfigs[found].head_dim ||
-        (config.head_dim == kBwdConfigs[found].head_dim &&
-         config.cluster > kBwdConfigs[found].cluster)) {
-      found = i;
-    }
-  }
-  return found;
-}
-
-bool hides_nothing(const BandMask& mask) {
-  return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
-}
-
-// Whether the key tiles of a unit take about as long as they do with a causal mask, or longer.
-// Under a narrow window they are done before a unit could be served. H200, d128, window (1024, 0)
-// at 16k, cool: 203 TFLOP/s with units served, 436 without.
-bool has_long_tiles(const Problem& p) {
-  return p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom ||
-         2 * (p.mask.left + p.mask.right + 1) >= p.seqlen_q;
-}
-
-std::int64_t num_units(const Problem& p) { return (p.packed ? 1 : p.batch) * p.heads_kv; }
-
-// Query blocks per head of a unit.
-std::int64_t head_blocks(const Problem& p) {
-  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, kBlockM);
-}
-
-// Which kernels run.
-struct Plan {
-  int variant = -1;          // of the main kernel; -1: bwd_wide
-  bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
-  int padded_head_dim = 0;
-  UnitPipeline units;        // of main kernels that are not ordered
-  std::int64_t section = 0;  // units launched together where they are served, else 0
-
-  [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
-  // bwd.cuh runs.
-  [[nodiscard]] bool has_main(const Problem& p) const {
-    return variant >= 0 && (p.wants_dk || p.wants_dv || accumulates_dq(p));
-  }
-  [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
-};
-
-// Keys of a tile of the main kernel, or of its cluster's.
-std::int64_t keys_per_tile(const Plan& plan) {
-  return kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
-}
-
-// Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
-std::int64_t key_tiles_per_unit(const Problem& p, const Plan& plan) {
-  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys_per_tile(plan));
-}
-// Its CTAs, or clusters of them: for each tile, and those that serve units.
-std::int64_t num_clusters(const Problem& p, const Plan& plan, const UnitPipeline& pipeline) {
-  const std::int64_t served =
-      pipeline.serves() ? num_units(p) + pipeline.lag * pipeline.last_parts : 0;
-  return num_units(p) * key_tiles_per_unit(p, plan) + served;
-}
-
-Plan make_plan(const Problem& p, const cuda::DeviceProperties& device) {
-  Plan plan;
-  plan.variant = find_variant(p, p.deterministic);
-  plan.separate_dq =
-      p.wants_dq && (plan.variant < 0 || (!plan.ordered() && !(p.wants_dk || p.wants_dv)));
-  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
-  plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
-                         : width <= 64                          ? 64
-                         : width <= 128                         ? 128
-                                                                : kMaxHeadDim;
-  if (plan.variant < 0 || plan.ordered() || plan.separate_dq) {
-    return plan;
-  }
-  const BwdConfig& config = kBwdConfigs[plan.variant];
-  plan.units.slots = static_cast<std::int32_t>(num_units(p));
-  if (p.packed || !config.serves_units() || p.seqlen_q == 0 || !has_long_tiles(p)) {
-    return plan;
-  }
-  const std::int64_t tiles = key_tiles_per_unit(p, plan) * config.cluster;
-  const bool equal_tiles = hides_nothing(p.mask);
-  const std::int64_t section = unit_section(tiles, equal_tiles, device.num_multiprocessors);
-  plan.units = plan_units(num_units(p), tiles, section, equal_tiles, device.num_multiprocessors,
-                          config.cluster);
-  plan.section = plan.units.lag > 0 ? section : 0;
-  if (p.wants_dsinks) {
-    plan.units.lead = 0;  // the prepare kernel sums them
-  }
-  return plan;
-}
 
 // The pieces of the workspace, as offsets from its aligned start.
 struct Layout {
@@ -155,7 +38,7 @@ struct Layout {
 
 constexpr std::size_t kAlignment = 256;
 
-Layout make_layout(const Problem& p, const Plan& plan) {
+Layout make_layout(const Problem& p, const BwdPlan& plan) {
   Layout layout;
   layout.num_q_blocks = num_blocks(p.packed, p.batch, p.seqlen_q, kBlockM);
   std::size_t end = 0;
@@ -197,7 +80,7 @@ std::int64_t bytes_per_query(const Problem& p) {
   return p.group() * (6 * p.head_dim + 2 * p.head_dim_v);
 }
 
-PackedPass make_packed_pass(const Problem& p, const Plan& plan,
+PackedPass make_packed_pass(const Problem& p, const BwdPlan& plan,
                             const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
   return {.of_keys = true,
@@ -270,7 +153,7 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
           .sinks = static_cast<const float*>(args.sinks)};
 }
 
-BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
+BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& plan,
                            const RowStatistics& rows, float* dq_accumulator,
                            const UnitPipeline& pipeline, const DqOrder& order, const KeyTile* tiles,
                            const cuda::DeviceProperties& device) {
@@ -325,14 +208,14 @@ BwdParams make_main_params(const Problem& p, const Args& args, const Plan& plan,
   return params;
 }
 
-Status run_main(const Problem& p, const Args& args, const Plan& plan, BwdParams params) {
+Status run_main(const Problem& p, const Args& args, const BwdPlan& plan, BwdParams params) {
   BwdMaps maps{};
   FG_RETURN_IF_ERROR(
       make_maps(p, args, kBwdConfigs[plan.variant].block_n(), &maps, &params.mapped));
   return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
-Status run_query(const Problem& p, const Args& args, const Plan& plan, const RowStatistics& rows,
+Status run_query(const Problem& p, const Args& args, const BwdPlan& plan, const RowStatistics& rows,
                  int l2_bytes) {
   const Scales scales = make_scales(p);
   BwdQueryParams params{};
@@ -390,7 +273,7 @@ template <class T>
 Status run(const Problem& p, const Args& args) {
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
-  const Plan plan = make_plan(p, device);
+  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
   const Layout layout = make_layout(p, plan);
   const auto start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
@@ -521,7 +404,7 @@ Status supports_backward(const Problem& p) {
 WorkspaceSize backward_workspace_size(const Problem& p) {
   cuda::DeviceProperties device;
   const bool known = cuda::device_properties(p.device_id, &device).ok();
-  const Plan plan = make_plan(p, device);
+  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
   const std::size_t bytes = make_layout(p, plan).bytes;
   if (plan.variant >= 0 || !known) {
     return {bytes, bytes};

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which kernels a backward call runs, and whether its units are served inside of the main one:
+// plain arithmetic of the problem and the device, for the launch and for `flashgrad plan`.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+#include "core/problem.hpp"
+#include "cuda/sm90/config.hpp"
+#include "cuda/sm90/sequences.cuh"
+#include "cuda/sm90/unit_pipeline.hpp"
+
+namespace flashgrad::sm90 {
+
+inline constexpr int kNumVariants = static_cast<int>(std::size(kBwdConfigs));
+
+constexpr bool hides_nothing(const BandMask& mask) {
+  return mask.left >= kUnboundedFrom && mask.right >= kUnboundedFrom;
+}
+
+// Clusters halve the traffic with the L2, but their CTAs walk the query blocks of both: with a band
+// that costs two steps a tile, so it pays for long sequences. H200, d128, whole calls without /
+// with, cool: full 16k 682 / 716, 4k 608 / 632, 1k 426 / 437; causal 16k 669 / 691, 4k 542 / 545,
+// 1k 302 / 284.
+constexpr bool wants_cluster(const BandMask& mask, bool packed, std::int64_t seqlen_q,
+                             std::int64_t seqlen_kv) {
+  const bool half = mask.left >= kUnboundedFrom || mask.right >= kUnboundedFrom;
+  return !packed && seqlen_kv > 128 && (hides_nothing(mask) || (half && seqlen_q >= 4096));
+}
+
+// Head dims of bwd_wide.cuh and bwd_query.cuh.
+inline constexpr int kMaxHeadDim = 256;
+
+// The number of the narrowest variant that serves the problem, with clusters only where they pay,
+// or -1: then bwd_wide_launch.hpp does. Which ordered one depends on nothing that varies with the
+// batch.
+inline int find_variant(const Problem& p, bool ordered) {
+  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
+  int found = -1;
+  for (int i = 0; i < kNumVariants; ++i) {
+    const BwdConfig& config = kBwdConfigs[i];
+    if (config.head_dim < width || config.softcap != (p.softcap > 0) || config.ordered != ordered ||
+        (config.cluster > 1 && !p.deterministic &&
+         !wants_cluster(p.mask, p.packed, p.seqlen_q, p.seqlen_kv))) {
+      continue;
+    }
+    if (found < 0 || config.head_dim < kBwdConfigs[found].head_dim ||
+        (config.head_dim == kBwdConfigs[found].head_dim &&
+         config.cluster > kBwdConfigs[found].cluster)) {
+      found = i;
+    }
+  }
+  return found;
+}
+
+// Whether the key tiles of a unit take about as long as they do with a causal mask, or longer.
+// Under a narrow window they are done before a unit could be served. H200, d128, window (1024, 0)
+// at 16k, cool: 203 TFLOP/s with units served, 436 without.
+inline bool has_long_tiles(const Problem& p) {
+  return p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom ||
+         2 * (p.mask.left + p.mask.right + 1) >= p.seqlen_q;
+}
+
+inline std::int64_t num_units(const Problem& p) { return (p.packed ? 1 : p.batch) * p.heads_kv; }
+
+// Query blocks per head of a unit.
+inline std::int64_t head_blocks(const Problem& p) {
+  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, kBlockM);
+}
+
+// Which kernels run.
+struct BwdPlan {
+  int variant = -1;          // of the main kernel; -1: bwd_wide
+  bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
+  int padded_head_dim = 0;
+  UnitPipeline units;        // of main kernels that are not ordered
+  std::int64_t section = 0;  // units launched together where they are served, else 0
+
+  [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
+  // bwd.cuh runs.
+  [[nodiscard]] bool has_main(const Problem& p) const {
+    return variant >= 0 && (p.wants_dk || p.wants_dv || accumulates_dq(p));
+  }
+  [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
+};
+
+// Keys of a tile of the main kernel, or of its cluster's.
+inline std::int64_t keys_per_tile(const BwdPlan& plan) {
+  return kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
+}
+
+// Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
+inline std::int64_t key_tiles_per_unit(const Problem& p, const BwdPlan& plan) {
+  return num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys_per_tile(plan));
+}
+// Its CTAs, or clusters of them: for each tile, and those that serve units.
+inline std::int64_t num_clusters(const Problem& p, const BwdPlan& plan,
+                                 const UnitPipeline& pipeline) {
+  const std::int64_t served =
+      pipeline.serves() ? num_units(p) + pipeline.lag * pipeline.last_parts : 0;
+  return num_units(p) * key_tiles_per_unit(p, plan) + served;
+}
+
+inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
+  BwdPlan plan;
+  plan.variant = find_variant(p, p.deterministic);
+  plan.separate_dq =
+      p.wants_dq && (plan.variant < 0 || (!plan.ordered() && !(p.wants_dk || p.wants_dv)));
+  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
+  plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
+                         : width <= 64                          ? 64
+                         : width <= 128                         ? 128
+                                                                : kMaxHeadDim;
+  if (plan.variant < 0 || plan.ordered() || plan.separate_dq) {
+    return plan;
+  }
+  const BwdConfig& config = kBwdConfigs[plan.variant];
+  plan.units.slots = static_cast<std::int32_t>(num_units(p));
+  if (p.packed || !config.serves_units() || p.seqlen_q == 0 || !has_long_tiles(p)) {
+    return plan;
+  }
+  const std::int64_t tiles = key_tiles_per_unit(p, plan) * config.cluster;
+  const bool equal_tiles = hides_nothing(p.mask);
+  const std::int64_t section = unit_section(tiles, equal_tiles, num_multiprocessors);
+  plan.units =
+      plan_units(num_units(p), tiles, section, equal_tiles, num_multiprocessors, config.cluster);
+  plan.section = plan.units.lag > 0 ? section : 0;
+  if (p.wants_dsinks) {
+    plan.units.lead = 0;  // the prepare kernel sums them
+  }
+  return plan;
+}
+
+}  // namespace flashgrad::sm90
