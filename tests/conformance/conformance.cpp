@@ -116,6 +116,16 @@ void require_device(fg_status status, const std::string& message) {
   }
 }
 
+void run_on(const Target& target, fg_pass pass, const Case& c, CallTensors& t,
+            WorkspaceMemory& memory) {
+  fg_options o = make_options(c);
+  o.backend = target.backend.c_str();
+  o.num_threads = 2;
+  const PassResult r = run_pass(pass, t, o, Workspace::kPreferred, memory);
+  require_device(r.status, r.message);
+  EXPECT_EQ(r.status, FG_OK) << target.name() << ": " << r.message;
+}
+
 std::vector<Target> affordable(const Case& c) {
   const double cost = flops(c);
   std::vector<Target> result;

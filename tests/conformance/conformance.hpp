@@ -38,6 +38,10 @@ Bits fixed_bits(const CallTensors& tensors, const Case& c);
 // running case in its message.
 void require_device(fg_status status, const std::string& message);
 
+// A pass of `c` on a target, with two threads; the test fails where the call does.
+void run_on(const Target& target, fg_pass pass, const Case& c, CallTensors& t,
+            WorkspaceMemory& memory);
+
 struct Expectation {
   // Gradients need only be finite, as where p may be wrong because the logits are beyond f32.
   bool finite_gradients = false;

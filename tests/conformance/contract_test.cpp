@@ -26,12 +26,7 @@ Case of_shape(const std::string& shape, DType dtype = DType::kF32) {
 
 void run(fg_pass pass, const Case& c, const Target& target, CallTensors& t) {
   WorkspaceMemory memory;
-  fg_options o = make_options(c);
-  o.backend = target.backend.c_str();
-  o.num_threads = 2;
-  const PassResult r = run_pass(pass, t, o, Workspace::kPreferred, memory);
-  require_device(r.status, r.message);
-  EXPECT_EQ(r.status, FG_OK) << target.name() << ": " << r.message;
+  run_on(target, pass, c, t, memory);
 }
 
 // Calls f(target, tensors after both passes) on each target; `prepare` changes the inputs.

@@ -28,21 +28,12 @@ class Session {
         use_(target),
         t_(make_tensors(case_)) {}
 
-  void forward() { run(FG_FORWARD); }
-  void backward() { run(FG_BACKWARD); }
+  void forward() { run_on(target_, FG_FORWARD, case_, t_, memory_); }
+  void backward() { run_on(target_, FG_BACKWARD, case_, t_, memory_); }
   [[nodiscard]] CallTensors& t() { return t_; }
   [[nodiscard]] Bits bits() const { return bits_of(t_); }
 
  private:
-  void run(fg_pass pass) {
-    fg_options o = make_options(case_);
-    o.backend = target_.backend.c_str();
-    o.num_threads = 2;
-    const PassResult r = run_pass(pass, t_, o, Workspace::kPreferred, memory_);
-    require_device(r.status, r.message);
-    EXPECT_EQ(r.status, FG_OK) << target_.name() << ": " << r.message;
-  }
-
   Announce announce_;
   Case case_;
   Target target_;
