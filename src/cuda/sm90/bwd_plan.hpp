@@ -88,7 +88,8 @@ struct BwdPlan {
 
 // Keys of a tile of the main kernel, or of its cluster's.
 inline std::int64_t keys_per_tile(const BwdPlan& plan) {
-  return kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
+  const BwdConfig& config = kBwdConfigs[plan.variant];
+  return std::int64_t{config.block_n()} * config.cluster;
 }
 
 // Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
@@ -99,7 +100,7 @@ inline std::int64_t key_tiles_per_unit(const Problem& p, const BwdPlan& plan) {
 inline std::int64_t num_clusters(const Problem& p, const BwdPlan& plan,
                                  const UnitPipeline& pipeline) {
   const std::int64_t served =
-      pipeline.serves() ? num_units(p) + pipeline.lag * pipeline.last_parts : 0;
+      pipeline.serves() ? num_units(p) + std::int64_t{pipeline.lag} * pipeline.last_parts : 0;
   return num_units(p) * key_tiles_per_unit(p, plan) + served;
 }
 
