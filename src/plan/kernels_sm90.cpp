@@ -15,10 +15,24 @@ namespace {
 // Bytes of a tile of 16-bit numbers.
 double half(double rows, double columns) { return rows * columns * 2; }
 
+constexpr const char* kBackwardNames[] = {
+#define FG_BWD_VARIANT(name, ...) #name,
+#include "cuda/sm90/variants.def"
+#undef FG_BWD_VARIANT
+};
+
+std::string backward_name(const char* variant) {
+  return std::string("sm90-backward-") + (variant + 1);  // without the k
+}
+
 // Lanes of an instruction a clock that a logit of the backward takes besides its exponential,
 // counted in bwd_consumer.cuh: a multiply-add, an addition and a product at the full rate of 128;
 // half a minimum; two roundings of pairs and two bits of unpacking at half that rate.
 constexpr double kSoftmaxLanes = 7.5;
+
+// Until a CTA of the backward has set up; fitted on benchmarks/results/2026-11-29-h200-peers.json,
+// backward of 1k.
+constexpr double kStartCycles = 2000;
 
 // bwd_wide.cuh: 64 queries x 64 keys; one warpgroup makes S, P and dV, the other dP, dS and dK, and
 // P crosses over. Some columns of K and V stay in registers. A pair shares the loads.
@@ -67,6 +81,7 @@ Kernel wide_backward(int d, int dv) {
   kernel.warpgroups = {{"S and dV", 232}, {"dP and dK", 232}, {"loads", 40}};
   kernel.workers = 1;  // what one makes the other waits for
   kernel.tile_bytes = 2 * half(kKeys, d + dv);
+  kernel.start_cycles = kStartCycles;
   return kernel;
 }
 
@@ -94,6 +109,7 @@ Kernel wide_dq(int d) {
   kernel.has_softmax = false;
   kernel.workers = 2;
   kernel.tile_bytes = half(kRows, d);
+  kernel.start_cycles = kStartCycles;
   return kernel;
 }
 
@@ -101,18 +117,13 @@ Kernel wide_dq(int d) {
 
 std::vector<Kernel> sm90_kernels() {
   std::vector<Kernel> all;
-  const char* const backward_names[] = {
-#define FG_BWD_VARIANT(name, ...) #name,
-#include "cuda/sm90/variants.def"
-#undef FG_BWD_VARIANT
-  };
   const char* const forward_names[] = {
 #define FG_FWD_VARIANT(name, ...) #name,
 #include "cuda/sm90/fwd_variants.def"
 #undef FG_FWD_VARIANT
   };
   const auto bytes = [](int size) { return static_cast<double>(size); };
-  const char* const* name = backward_names;
+  const char* const* name = kBackwardNames;
   for (const sm90::BwdConfig& c : sm90::kBwdConfigs) {
     // Without a cluster dq is made 64 columns at a time (bwd_dq.cuh).
     Kernel kernel = hopper_backward({.queries = sm90::kBlockM,
@@ -121,7 +132,7 @@ std::vector<Kernel> sm90_kernels() {
                                      .consumers = sm90::BwdConfig::kConsumers,
                                      .dq_passes = c.cluster == 2 ? 1 : c.head_dim / 64,
                                      .cluster = c.cluster});
-    kernel.name = std::string("sm90-backward-") + (*name++ + 1);
+    kernel.name = backward_name(*name++);
     kernel.shared_buffers = {{"as BwdConfig lays it out", bytes(c.shared_bytes())}};
     kernel.warpgroups = {{"consumer 0", c.consumer_registers},
                          {"consumer 1", c.consumer_registers},
@@ -129,6 +140,7 @@ std::vector<Kernel> sm90_kernels() {
     kernel.fp32_operations = kSoftmaxLanes * kernel.pairs();
     kernel.workers = sm90::BwdConfig::kConsumers;
     kernel.tile_bytes = 4 * half(c.block_n(), c.head_dim);
+    kernel.start_cycles = kStartCycles;
     all.push_back(std::move(kernel));
   }
   name = forward_names;
@@ -176,6 +188,10 @@ const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool clu
                      (ordered   ? "Ordered"
                       : cluster ? "Cluster"
                                 : ""));
+}
+
+const Kernel& sm90_backward_variant(int variant) {
+  return find_kernel(backward_name(kBackwardNames[variant]));
 }
 
 }  // namespace flashgrad::plan

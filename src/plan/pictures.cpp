@@ -53,21 +53,25 @@ std::string gantt_svg(const Timeline& timeline, const std::string& title, int ma
     }
     const double y = kTop + kRow * interval.processor;
     const double x = interval.begin * scale;
-    const double wait = interval.waiting * scale;
-    const double width = (interval.end - interval.begin) * scale - wait;
+    const double wait_before = interval.waiting_before * scale;
+    const double wait = interval.waiting * scale - wait_before;
+    const double width = (interval.end - interval.begin) * scale - wait - wait_before;
     svg +=
         fmt::format("<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"{}\"/>\n",
-                    x, y, width, colour_of(interval.unit));
-    if (wait >= 0.05) {
-      svg += fmt::format(
-          "<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"#333\"/>\n",
-          x + width, y, wait);
+                    x + wait_before, y, width,
+                    interval.serves ? "#fff\" stroke=\"#000" : colour_of(interval.unit));
+    for (const auto& [at, length] : {std::pair{x, wait_before}, {x + wait_before + width, wait}}) {
+      if (length >= 0.05) {
+        svg += fmt::format(
+            "<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"#333\"/>\n", at,
+            y, length);
+      }
     }
   }
   return svg +
          fmt::format(
              "<text x=\"4\" y=\"{:.0f}\">{} processors of {:.0f} thousand cycles; a colour is "
-             "a head; dark: waiting for a turn</text>\n</svg>\n",
+             "a head; dark: waiting; white: serves a unit</text>\n</svg>\n",
              height - 6, processors, timeline.makespan / 1000);
 }
 

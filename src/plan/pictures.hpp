@@ -12,7 +12,8 @@
 
 namespace flashgrad::plan {
 
-// Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
+// Processors as rows, tiles as bars in the colour of their unit, waiting dark before and behind
+// them; clusters that serve a unit are white.
 std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);
 
 // Cycles of products, exponentials and shared memory of each kernel as bars.

@@ -2,6 +2,7 @@
 // `flashgrad plan`: every figure that it is for is printed; what it refuses.
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
@@ -76,18 +77,55 @@ TEST_F(Plan, ScheduleComparesAndDraws) {
                {"fa4-forward"});
 }
 
+// What the kernels do: units served where they are, with the clusters that do so in white.
+TEST_F(Plan, ScheduleIsTheKernels) {
+  const std::string svg = path("served.svg");
+  const std::string json = path("served.json");
+  expect_words(out_of({"schedule", "--tokens", "1024", "--batch", "16", "--causal", "--svg", svg,
+                       "--json", json}),
+               {"sm90-backward-D128 on 132 SMs", "units                         16",
+                "a ring of 54 slots of 512.0 KiB; units are prepared 32 ahead and finished 32 "
+                "behind, the last 32 by 4 clusters each"});
+  expect_words(contents("served.svg"), {"white: serves a unit", "stroke=\"#000\""});
+  expect_words(contents("served.json"), {"\"slots\": 54", "serving", "end_cycles"});
+  const std::string text = out_of({"schedule", "--tokens", "1024", "--batch", "16", "--compare"});
+  EXPECT_LT(text.find("  units"), text.find("  sections"));
+  expect_words(text, {"(sm90-backward-D128Ordered on 66 pairs of SMs)"});
+  expect_words(out_of({"schedule", "--packed", "3000,100", "--compare"}),
+               {"units: not here: the sequences of a packed batch are one unit"});
+  expect_words(out_of({"schedule", "--device", "b200", "--compare", "--tokens", "1024"}),
+               {"units: not here: only the sm90 backward serves units"});
+  for (const auto& [arguments, words] :
+       std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--heads", "2"}, "too few units (2)"},
+           {{"--window", "100,0"}, "narrow window"},
+           {{"--cluster", "1"}, "the kernel of this call has clusters of 2"},
+           {{"--section", "1000"}, "too few units for sections of 1000"}}) {
+    std::vector<std::string> all = {"plan", "schedule", "--order", "units"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const ToolResult result = run_tool(all);
+    EXPECT_EQ(result.exit_status, 2) << result.out;
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
+  }
+}
+
 // Fewer queries than keys: with the diagonal in the top left corner most keys are never seen.
 TEST_F(Plan, ScheduleTakesAnyMaskAndBatch) {
-  const auto kilocycles = [](std::vector<std::string> arguments) {
+  const auto cycles = [this](std::vector<std::string> arguments) {
     arguments.insert(arguments.begin(), "schedule");
-    arguments.insert(arguments.end(), {"--causal", "--jitter", "0", "--spread", "0"});
-    const std::string text = out_of(arguments);
-    return std::stod(text.substr(text.find("sections  ", text.find("waiting")) + 33));
+    const std::string json = path("any.json");
+    arguments.insert(arguments.end(), {"--causal", "--jitter", "0", "--spread", "0", "--order",
+                                       "sections", "--cluster", "1", "--json", json});
+    out_of(arguments);
+    return nlohmann::json::parse(contents("any.json"))
+        .at("orders")[0]
+        .at("makespan_cycles")
+        .get<double>();
   };
-  const double bottom = kilocycles({"--tokens", "4096", "--tokens-kv", "16384"});
+  const double bottom = cycles({"--tokens", "4096", "--tokens-kv", "16384"});
   EXPECT_GT(bottom,
-            6 * kilocycles({"--tokens", "4096", "--tokens-kv", "16384", "--align", "top-left"}));
-  EXPECT_EQ(bottom, kilocycles({"--packed", "4096", "--packed-kv", "16384"}));
+            6 * cycles({"--tokens", "4096", "--tokens-kv", "16384", "--align", "top-left"}));
+  EXPECT_EQ(bottom, cycles({"--packed", "4096", "--packed-kv", "16384"}));
   expect_words(out_of({"memory", "--tokens", "4096", "--tokens-kv", "1M"}),
                {"4096 tokens and 1048576 keys", "272.1 GiB"});
 }

@@ -145,7 +145,8 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->type_name("PASS")
       ->check(CLI::IsMember({"forward", "backward"}))
       ->capture_default_str();
-  schedule->add_option("--order", arguments.order, names)->type_name("NAME")->capture_default_str();
+  schedule->add_option("--order", arguments.order, names + "; not given: what the kernels do")
+      ->type_name("NAME");
   schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
       ->disable_flag_override();
   add_mask(*schedule, arguments);
@@ -161,9 +162,11 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->add_option("--packed-kv", arguments.packed_kv,
                    "Keys of each sequence of --packed; as many if not given")
       ->type_name("N,N,...");
-  schedule->add_option("--cluster", arguments.cluster, "CTAs that work together (backward)")
-      ->type_name("1|2")
-      ->check(CLI::Range(1, 2))
+  schedule
+      ->add_option("--cluster", arguments.cluster,
+                   "CTAs that work together (backward); 0: as the kernels do")
+      ->type_name("0|1|2")
+      ->check(CLI::Range(0, 2))
       ->capture_default_str();
   schedule->add_option("--processors", arguments.processors, "0: SMs / cluster")
       ->type_name("N")
@@ -174,14 +177,17 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->type_name("N")
       ->check(CLI::Range(0, 1 << 30))
       ->capture_default_str();
-  schedule->add_option("--step-cycles", arguments.step_cycles, "Of a step; 0: the kernel's bound")
+  schedule
+      ->add_option("--step-cycles", arguments.step_cycles,
+                   "Of a step; 0: as `plan predict` expects it, or where it does not, the bound")
       ->type_name("X")
       ->check(NumberRange(1e9))
       ->capture_default_str();
-  schedule->add_option("--tile-cycles", arguments.tile_cycles, "Of a tile besides its steps")
+  schedule
+      ->add_option("--tile-cycles", arguments.tile_cycles,
+                   "Of a tile besides its steps; not given: as `plan predict` has it, or 0")
       ->type_name("X")
-      ->check(NumberRange(1e9))
-      ->capture_default_str();
+      ->check(NumberRange(1e9));
   schedule
       ->add_option("--signal-cycles", arguments.signal_cycles,
                    "From an addition to dq until another processor may add")
@@ -189,11 +195,12 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule
-      ->add_option("--turn-cycles", arguments.turn_cycles,
-                   "That a step takes longer with turns at dq (an H200's fence and counter: 60)")
+      ->add_option(
+          "--turn-cycles", arguments.turn_cycles,
+          "That a step takes longer with turns at dq; not given: as `plan predict` has it, or "
+          "60, a fence and a counter")
       ->type_name("X")
-      ->check(NumberRange(1e9))
-      ->capture_default_str();
+      ->check(NumberRange(1e9));
   schedule->add_option("--slack", arguments.slack, "Steps that products may be ahead of additions")
       ->type_name("N")
       ->check(CLI::Range(0, 16))
