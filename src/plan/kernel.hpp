@@ -144,7 +144,7 @@ Kernel fa1_forward(int head_dim);
 Kernel standard_forward(int head_dim);
 
 // This library's kernels for Hopper, in their real configurations (src/cuda/sm90/*.def, and for
-// head dims above 128 bwd_wide_shared.cuh and bwd_wide_dq.cuh).
+// head dims above 128 wide_config.hpp).
 std::vector<Kernel> sm90_kernels();
 
 // The forward's for these head dims, and the backward's main kernel up to head dim 128: the ordered

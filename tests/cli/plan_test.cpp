@@ -139,6 +139,18 @@ TEST_F(Plan, SimulateFindsAMissingWait) {
   expect_words(faulty.out, {"fault: tile 1: dP", "while dq of CTA 0 may still read dQ of tile 0"});
 }
 
+// The kernels above head dim 128 are two programs.
+TEST_F(Plan, SimulatesBothWideKernels) {
+  expect_words(out_of({"simulate", "--program", "sm90-wide-d192-v128", "--queries", "256", "--keys",
+                       "256", "--causal"}),
+               {"head_dim 192/128", "with sm90-wide-dq-d192 after it", "dv  error",
+                "operands                                   90112      90112"});
+  expect_words(
+      out_of({"simulate", "--program", "sm90-wide-dq-d256", "--queries", "256", "--keys", "128"}),
+      {"with sm90-wide-d256 before it",
+       "landing                                    49152      49152"});
+}
+
 TEST_F(Plan, PredictReadsResults) {
   expect_words(out_of({"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"}),
                {"14 of 14 within 15 %"});
