@@ -341,7 +341,10 @@ void require_sane(const Call& call) {
   for (const std::int32_t length : call.lengths) {
     sane = sane && between(length, 0, kMaxTokens) && between(sum += length, 0, kMaxTokens);
   }
-  sane = sane && call.pairs() > 0 &&
+  if (sane && call.pairs() == 0) {
+    throw std::invalid_argument("nothing to do: no row sees a key: " + shape_of(call));
+  }
+  sane = sane &&
          static_cast<double>(call.tokens()) * static_cast<double>(call.heads_q) / 64 <= kMaxTiles &&
          (!call.deterministic ||
           static_cast<double>(call.heads_q) * call.pairs() / (64 * 64) <= kMaxTurns);

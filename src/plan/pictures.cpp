@@ -109,6 +109,42 @@ std::string bars_svg(const std::vector<Kernel>& kernels, const Device& device) {
   return svg + "</svg>\n";
 }
 
+std::string generations_svg(const std::vector<Kernel>& kernels,
+                            const std::vector<Device>& devices) {
+  constexpr double kNames = 140;
+  constexpr double kColumn = 190;
+  constexpr double kBar = 170;  // all of the time
+  constexpr double kRow = 34;
+  constexpr double kTop = 50;
+  std::string svg =
+      svg_head(kNames + kColumn * static_cast<double>(devices.size()),
+               kTop + kRow * static_cast<double>(kernels.size()) + 4,
+               "share of the time in which the tensor cores are busy, and what binds");
+  double x = kNames;
+  for (const Device& device : devices) {
+    svg += fmt::format("<text x=\"{:.0f}\" y=\"38\" font-weight=\"bold\">{}</text>\n", x,
+                       escaped(device.name));
+    double y = kTop;
+    for (const Kernel& kernel : kernels) {
+      if (x == kNames) {
+        svg += fmt::format("<text x=\"4\" y=\"{:.0f}\">{}</text>\n", y + 12, kernel.name);
+      }
+      const Account a = account(kernel, device);
+      const bool fits = a.overflows.empty();
+      svg += fmt::format(
+          "<rect x=\"{0:.0f}\" y=\"{1:.0f}\" width=\"{2}\" height=\"12\" fill=\"#eee\"/>\n<rect "
+          "x=\"{0:.0f}\" y=\"{1:.0f}\" width=\"{3:.1f}\" height=\"12\" fill=\"#4878d0\"/>\n<text "
+          "x=\"{0:.0f}\" y=\"{4:.0f}\" font-size=\"10\">{5}</text>\n",
+          x, y, kBar, fits ? a.busy() * kBar : 0, y + 23,
+          fits ? fmt::format("{:.0f} %, {}", 100 * a.busy(), name_of(a.bottleneck))
+               : std::string("does not fit"));
+      y += kRow;
+    }
+    x += kColumn;
+  }
+  return svg + "</svg>\n";
+}
+
 std::string memory_svg(const MemoryPlan& standard, const MemoryPlan& recomputing) {
   constexpr double kWidth = 760;
   constexpr double kNames = 170;

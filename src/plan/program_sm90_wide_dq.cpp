@@ -108,7 +108,8 @@ class WideDq {
 
   [[nodiscard]] int rounds() const { return static_cast<int>(tiles_.size()) / kCluster; }
   [[nodiscard]] const sm90::WideDqTile& tile(int round, int cta) const {
-    return tiles_[static_cast<std::size_t>(round * kCluster + cta)];
+    const int at = round * kCluster + cta;
+    return tiles_[static_cast<std::size_t>(at)];
   }
   [[nodiscard]] Barriers& at(int cta) { return barriers_[static_cast<std::size_t>(cta)]; }
   static int stage_of(const std::vector<int>& ring, int use) {

@@ -48,7 +48,7 @@ ServedUnits served_units(const ScheduleProblem& problem, const TileSize& tile) {
     // As make_plan does, for sections of any size.
     const sm90::UnitPipeline pipeline = sm90::plan_units(
         sm90::num_units(p), sm90::key_tiles_per_unit(p, plan) * tile.cluster, problem.section,
-        sm90::hides_nothing(p.mask), tile.slots * tile.cluster, tile.cluster);
+        sm90::hides_nothing(p.mask), std::int64_t{tile.slots} * tile.cluster, tile.cluster);
     if (pipeline.lag == 0) {
       units.why_not = "too few units for sections of " + std::to_string(problem.section);
     }
@@ -67,7 +67,7 @@ EndBytes end_bytes(const ScheduleProblem& problem, const Policy& policy, const T
   const auto dout_and_out = [&](double rows) {
     return rows * 4 * static_cast<double>(p.head_dim_v);
   };
-  const double rows = static_cast<double>((p.packed ? 1 : p.batch) * p.seqlen_q * p.heads_q);
+  const auto rows = static_cast<double>((p.packed ? 1 : p.batch) * p.seqlen_q * p.heads_q);
   if (policy.turns == Policy::Turns::kKernel) {
     return {.prepare = dout_and_out(rows)};
   }

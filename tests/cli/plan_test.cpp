@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // `flashgrad plan`: every figure that it is for is printed; what it refuses.
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
@@ -161,6 +162,7 @@ TEST_F(Plan, AllCommandsDraw) {
   for (const auto& [arguments, words] :
        std::vector<std::pair<std::vector<std::string>, std::vector<std::string>>>{
            {{"roofline", "--kernel", "fa3-backward"}, {"fa3-backward", ">2944<"}},
+           {{"roofline", "--generations"}, {"fa2-forward", "63 %, idle tensor cores"}},
            {{"memory", "--tokens", "512K"}, {"P made again", "dq sums"}},
            {{"schedule", "--tokens", "2048"}, {"40 processors of", "hsl("}},
            {{"simulate", "--program", "fa4", "--queries", "256", "--keys", "128"},
@@ -299,7 +301,21 @@ TEST_F(Plan, Refuses) {
            {"plan"},
            {"plan", "roofline", "--device", "h20"},
            {"plan", "roofline", "--kernel", "fa5"},
-           {"plan", "roofline", "--generations", "--svg", "x.svg"},
+           {"plan", "roofline", "--sources", "--svg", "x.svg"},
+           {"plan", "roofline", "--sources", "--kernel", "fa4-forward"},
+           {"plan", "roofline", "--generations", "--kernel", "fa4-forward"},
+           {"plan", "roofline", "--generations", "--device", "h100"},
+           {"plan", "roofline", "--head-dim", "64"},
+           {"plan", "roofline", "--head-dim", "64", "--kernel", "fa4-forward"},
+           {"plan", "schedule", "--compare", "--order", "natural"},
+           {"plan", "schedule", "--packed", "9", "--tokens", "9"},
+           {"plan", "schedule", "--packed", "9", "--batch", "2"},
+           {"plan", "schedule", "--packed-kv", "9"},
+           {"plan", "schedule", "--pass", "forward", "--cluster", "2"},
+           {"plan", "schedule", "--pass", "forward", "--order", "units"},
+           {"plan", "predict", "--results", kResults, "--causal"},
+           {"plan", "predict", "--packed", "9", "--tokens", "9"},
+           {"plan", "predict", "--packed", "0,0"},
            {"plan", "memory", "--tokens", "12Q"},
            {"plan", "memory", "--heads", "6", "--heads-kv", "4"},
            {"plan", "schedule", "--order", "random"},
@@ -329,6 +345,7 @@ TEST_F(Plan, Refuses) {
     const ToolResult result = run_tool(arguments);
     EXPECT_EQ(result.exit_status, 2) << arguments.back() << result.out;
     EXPECT_TRUE(result.err.starts_with("flashgrad: ")) << result.err;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
 }
 

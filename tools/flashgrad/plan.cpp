@@ -52,6 +52,13 @@ void add_device(CLI::App& command, PlanArguments& arguments) {
       ->capture_default_str();
 }
 
+// Options of which an option does not leave anything to say.
+void exclude(CLI::Option* option, CLI::App& command, const std::vector<const char*>& others) {
+  for (const char* const other : others) {
+    option->excludes(command.get_option(other));
+  }
+}
+
 void add_shape(CLI::App& command, PlanArguments& arguments) {
   command.add_option("--tokens", arguments.tokens, "Length of a sequence; K and M are 2^10, 2^20")
       ->type_name("N")
@@ -97,20 +104,26 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
                    device_names() + kDeviceFile + ", or cpu: this machine")
       ->type_name("NAME")
       ->capture_default_str();
-  roofline
-      ->add_option("--kernel", arguments.kernels,
-                   "In detail, one or several; hopper-backward: the best tiles for --head-dim")
-      ->type_name("NAME");
+  CLI::Option* kernel =
+      roofline
+          ->add_option("--kernel", arguments.kernels,
+                       "In detail, one or several; hopper-backward: the best tiles for --head-dim")
+          ->type_name("NAME");
   roofline->add_option("--head-dim", arguments.head_dim, "Of hopper-backward")
+      ->needs(kernel)
       ->type_name("N")
       ->check(CLI::IsMember({64, 128, 192, 256}))
       ->capture_default_str();
-  roofline->add_flag("--sources", arguments.sources, "The device's figures and where they are from")
-      ->disable_flag_override();
-  roofline
-      ->add_flag("--generations", arguments.generations,
-                 "FlashAttention 1 to 4 on each device: what binds")
-      ->disable_flag_override();
+  exclude(
+      roofline
+          ->add_flag("--sources", arguments.sources, "The device's figures and where they are from")
+          ->disable_flag_override(),
+      *roofline, {"--kernel"});
+  exclude(roofline
+              ->add_flag("--generations", arguments.generations,
+                         "FlashAttention 1 to 4 on each device: what binds")
+              ->disable_flag_override(),
+          *roofline, {"--kernel", "--sources", "--device"});
   add_outputs(*roofline, arguments);
 }
 
@@ -147,8 +160,9 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->capture_default_str();
   schedule->add_option("--order", arguments.order, names + "; not given: what the kernels do")
       ->type_name("NAME");
-  schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
-      ->disable_flag_override();
+  exclude(schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
+              ->disable_flag_override(),
+          *schedule, {"--order"});
   add_mask(*schedule, arguments);
   schedule
       ->add_option("--align", arguments.align,
@@ -156,11 +170,15 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->type_name("CORNER")
       ->check(CLI::IsMember({"bottom-right", "top-left"}))
       ->capture_default_str();
-  schedule->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
-      ->type_name("N,N,...");
+  CLI::Option* packed =
+      schedule
+          ->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+          ->type_name("N,N,...");
+  exclude(packed, *schedule, {"--tokens", "--tokens-kv", "--batch"});
   schedule
       ->add_option("--packed-kv", arguments.packed_kv,
                    "Keys of each sequence of --packed; as many if not given")
+      ->needs(packed)
       ->type_name("N,N,...");
   schedule
       ->add_option("--cluster", arguments.cluster,
@@ -251,12 +269,12 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
   CLI::App* predict = app.add_subcommand(
       "predict",
       "Times of one call on an H200, or predicted beside measured in benchmarks/results");
-  predict
-      ->add_option(
-          "--results", arguments.results,
-          "Files of `flashgrad bench`, benchmarks/peers.py and the GPU programs, or a folder of "
-          "them; without it the call of the other options")
-      ->type_name("FILE");
+  CLI::Option* results = predict
+                             ->add_option("--results", arguments.results,
+                                          "Files of `flashgrad bench`, benchmarks/peers.py and the "
+                                          "GPU programs, or a folder of "
+                                          "them; without it the call of the other options")
+                             ->type_name("FILE");
   add_shape(*predict, arguments);
   predict->add_option("--head-dim-v", arguments.head_dim_v, "Of v; 0: as q and k")
       ->type_name("N")
@@ -267,10 +285,16 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
       ->check(CLI::IsMember({"forward", "backward"}))
       ->capture_default_str();
   add_mask(*predict, arguments);
-  predict->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
-      ->type_name("N,N,...");
+  exclude(
+      predict
+          ->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+          ->type_name("N,N,..."),
+      *predict, {"--tokens", "--batch"});
   predict->add_flag("--deterministic", arguments.deterministic, "dq in a fixed order (backward)")
       ->disable_flag_override();
+  exclude(results, *predict,
+          {"--tokens", "--batch", "--heads", "--heads-kv", "--head-dim", "--head-dim-v", "--pass",
+           "--causal", "--window", "--packed", "--deterministic"});
   add_outputs(*predict, arguments);
 }
 

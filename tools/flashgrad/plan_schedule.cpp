@@ -256,6 +256,9 @@ ordered_json to_json(const Run& run) {
 ordered_json plan_schedule(const PlanArguments& arguments, std::string* svg) {
   const plan::Device device = device_of(arguments);
   const plan::ScheduleProblem problem = problem_of(arguments, device);
+  if (!problem.backward && arguments.cluster > 1) {
+    throw Error("--cluster: the forward's CTAs work alone");
+  }
   const plan::Policy& first = plan::policies(problem.backward).front();
   require_work(problem, schedule_of(arguments, problem, device, first).tile);
   if (!arguments.order.empty()) {
