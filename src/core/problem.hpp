@@ -2,6 +2,7 @@
 // What a validated call asks for (Problem: comparable, no pointers) and where its data lies (Args).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -25,17 +26,16 @@ struct Problem {
   DeviceType device_type = DeviceType::kCpu;
   int device_id = 0;
 
-  std::int64_t batch = 0;  // sequences
-  std::int64_t seqlen_q =
-      0;  // rows of q: of each batch entry, or of all sequences together if packed
+  std::int64_t batch = 0;      // sequences
+  std::int64_t seqlen_q = 0;   // rows of q: of a batch entry, or of all sequences if packed
   std::int64_t seqlen_kv = 0;  // rows of k and v, likewise
   std::int64_t heads_q = 0;
   std::int64_t heads_kv = 0;
   std::int64_t head_dim = 0;
   std::int64_t head_dim_v = 0;
-  std::int64_t max_seqlen_q =
-      0;  // no sequence has more rows (never 0 in a packed problem with rows)
-  std::int64_t max_seqlen_kv = 0;  // no sequence has more keys
+  // No sequence has more rows or keys. Never 0 in a packed problem with rows.
+  std::int64_t max_seqlen_q = 0;
+  std::int64_t max_seqlen_kv = 0;
   bool packed = false;
   // By their strides, vectors of columns that do not all start at multiples of 16 bytes or have
   // gaps between their elements: a GPU's copy engine can't address these tensors.
