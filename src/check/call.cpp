@@ -47,7 +47,7 @@ Shapes shapes_of(const Case& c) {
                      : std::vector<std::int64_t>{c.batch, c.heads_q, c.seqlen_q},
           dl_dtype(c.dtype),
           dl_dtype(c.grad_f32 ? DType::kF32 : c.dtype),
-          dl_dtype(c.dtype == DType::kF64 ? DType::kF64 : DType::kF32)};
+          dl_dtype(statistics_dtype(c.dtype))};
 }
 
 // A tensor of the case in the layout of the case. `kind` tells the tensors apart: each gets other

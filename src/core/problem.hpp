@@ -18,6 +18,11 @@ enum class DeviceType : std::uint8_t { kCpu, kCuda };
 // Of q and k, and of v: from 1 to this, independent of each other.
 inline constexpr std::int64_t kMaxHeadDim = 256;
 
+// Of lse, dlse, sinks and dsinks, with q of `dtype`.
+constexpr DType statistics_dtype(DType dtype) {
+  return dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+}
+
 struct Problem {
   DType dtype = DType::kF32;     // q, k, v, out, dout
   DType dq_dtype = DType::kF32;  // of the gradients: dtype or f32
@@ -90,7 +95,7 @@ struct Tensor {
 // Where everything is. lse and dlse are Tensors too: (b, i, h), no dim. 1-d tensors are compact.
 struct Args {
   Tensor q, k, v, out, lse, dout, dlse, dq, dk, dv;
-  const void* sinks = nullptr;                  // (heads_q), f32, or f64 with f64 inputs
+  const void* sinks = nullptr;                  // (heads_q), of statistics_dtype
   void* dsinks = nullptr;                       // (heads_q), likewise
   const std::int32_t* cu_seqlens_q = nullptr;   // (batch + 1)
   const std::int32_t* cu_seqlens_kv = nullptr;  // (batch + 1)
