@@ -92,18 +92,17 @@ struct HeadPack {
   using Unit = typename Isa::Unit;
   Unit* q_columns;     // Q^T, B of S^T = K Q^T: [panel of rows][units_qk][kWidth]
   Unit* dout_columns;  // dO^T, B of dP^T = V dO^T: [panel of rows][units_v][kWidth]
-  Unit* q_depth;       // Q, B of dK += dS^T Q: [q block][panel of columns][rows of the block /
-                       // kPair][columns of the panel]
-  Unit* dout_depth;    // dO, B of dV += P^T dO: likewise
-  float* neg_lse;      // (rows): -lse; -inf: the row adds nothing
-  float* neg_delta;    // (rows): dlse - delta
-  float* dq;           // (rows, columns_qk): the sum so far
-  std::uint8_t*
-      q_not_finite;  // (rows): the row holds an infinity or NaN; q_depth has zeros instead
-  std::uint8_t* dout_not_finite;   // (rows): likewise, dout_depth
-  std::uint8_t* panel_has_void;    // (panels): a row that the mask shows adds nothing, because its
-                                   // lse is infinite
-  std::uint8_t* block_not_finite;  // (q blocks): one of the rows is marked
+  // Q, B of dK += dS^T Q: [q block][panel of columns][rows of the block / kPair][its columns]
+  Unit* q_depth;
+  Unit* dout_depth;               // dO, B of dV += P^T dO: likewise
+  float* neg_lse;                 // (rows): -lse; -inf: the row adds nothing
+  float* neg_delta;               // (rows): dlse - delta
+  float* dq;                      // (rows, columns_qk): the sum so far
+  std::uint8_t* q_not_finite;     // (rows): an infinity or NaN in it; q_depth has zeros instead
+  std::uint8_t* dout_not_finite;  // (rows): likewise, dout_depth
+  // (panels): a row that the mask shows adds nothing, because its lse is infinite.
+  std::uint8_t* panel_has_void;
+  std::uint8_t* block_not_finite;            // (q blocks): one of the rows is marked
   std::atomic<std::int32_t>* next_kv_block;  // (q blocks): whose turn it is to add to dq
 };
 
@@ -148,8 +147,8 @@ struct Job {
   std::int64_t group_end = 0;
   Blocks blocks;
   HeadPack<Isa>* heads = nullptr;  // (group_end - group_begin)
-  float* dk =
-      nullptr;  // sums of all keys from one part of the group to the next; null: the job is whole
+  // Sums of all keys from one part of the group to the next; null: the job is whole.
+  float* dk = nullptr;
   float* dv = nullptr;
 
   [[nodiscard]] std::int64_t num_packs() const { return (group_end - group_begin) * blocks.num_q; }
