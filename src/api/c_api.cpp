@@ -41,7 +41,7 @@ fg_status guarded(F&& f) noexcept {
 
 // Whether this process is a child of fork() that has not become another program.
 bool is_forked_child = false;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
-const int noted = pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; });
+const bool kForksAreNoted = pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; }) == 0;
 
 Status run_backend(const Backend& backend, const Problem& problem, Pass pass, const Args& args) {
   const auto run = [&] {
