@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C functions: validate, pick the backend, call it. The only place that catches exceptions.
+#include <pthread.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <future>
 #include <string>
 
 #include "api/validate.hpp"
@@ -34,6 +37,22 @@ fg_status guarded(F&& f) noexcept {
   } catch (...) {
     return report({FG_INTERNAL_ERROR, "internal error"});
   }
+}
+
+// Whether this process is a child of fork() that has not become another program.
+bool is_forked_child = false;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+const bool kForksAreNoted = pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; }) == 0;
+
+Status run_backend(const Backend& backend, const Problem& problem, Pass pass, const Args& args) {
+  const auto run = [&] {
+    return pass == Pass::kForward ? backend.forward(problem, args)
+                                  : backend.backward(problem, args);
+  };
+  // GNU's OpenMP keeps a pool of threads for each thread that uses them. In a child of fork() the
+  // calling thread's pool is gone, and it would wait for it for ever; a new thread gets a new pool.
+  const bool new_pool =
+      is_forked_child && problem.device_type == DeviceType::kCpu && problem.num_threads > 1;
+  return new_pool ? std::async(std::launch::async, run).get() : run();
 }
 
 bool verbose() {
@@ -146,8 +165,7 @@ Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void
   call.args.workspace = workspace;
   call.args.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
   call.args.stream = stream;
-  return pass == Pass::kForward ? backend->forward(call.problem, call.args)
-                                : backend->backward(call.problem, call.args);
+  return run_backend(*backend, call.problem, pass, call.args);
 }
 
 }  // namespace

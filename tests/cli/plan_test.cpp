@@ -296,6 +296,30 @@ TEST_F(Plan, RefusalsNameTheirHelp) {
   }
 }
 
+// Before the work, and what was there stays.
+TEST_F(Plan, FilesThatCannotBeWritten) {
+  const std::vector<std::string> memory = {"plan", "memory"};
+  for (const std::string& file : {std::string(), directory.string(), path("no/such/folder"),
+                                  std::string("/dev/full"), path(std::string(256, 'x'))}) {
+    for (const char* option : {"--json", "--svg"}) {
+      std::vector<std::string> arguments = memory;
+      arguments.insert(arguments.end(), {option, file});
+      const ToolResult result = run_tool(arguments);
+      EXPECT_EQ(result.exit_status, 2) << option << " " << file;
+      EXPECT_NE(result.err.find("can't write"), std::string::npos) << result.err;
+      EXPECT_EQ(result.out, "");
+    }
+  }
+  put("old", "untouched");
+  ToolEnvironment full_disk;
+  full_disk.file_size_limit = 200;
+  full_disk.out_file = "/dev/null";
+  const ToolResult result = run_tool({"plan", "predict", "--json", path("old")}, full_disk);
+  EXPECT_EQ(result.exit_status, 2) << result.out;
+  EXPECT_EQ(contents("old"), "untouched");
+  EXPECT_EQ(num_files(), 1U);
+}
+
 TEST_F(Plan, Refuses) {
   for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{
            {"plan"},

@@ -4,14 +4,18 @@
 
 #include <fmt/format.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <fstream>
+#include <optional>
+#include <span>
 
 #include "plan/device.hpp"
 #include "plan/schedule.hpp"
 #include "plan/simulator.hpp"
 #include "plan_commands.hpp"
 #include "text.hpp"
+#include "whole_file.hpp"
 
 namespace flashgrad::tool {
 namespace {
@@ -299,12 +303,8 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
 }
 
 void write_file(const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file) {
-    throw Error(fmt::format("'{}' can't be written", printable(path)));
-  }
+  const std::array parts = {std::as_bytes(std::span(text))};
+  write_whole_file(path, parts);
 }
 
 }  // namespace
@@ -325,6 +325,11 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
   nlohmann::ordered_json result;
   std::string svg;
   bool ok = true;
+  for (const std::optional<std::string>* path : {&arguments.json, &arguments.svg}) {
+    if (*path) {
+      check_writable(**path);
+    }
+  }
   try {
     if (plan.got_subcommand("roofline")) {
       result = plan_roofline(arguments, &svg);
@@ -340,15 +345,15 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
   } catch (const std::invalid_argument& error) {
     throw Error(printable(error.what(), 1000));
   }
-  if (!arguments.json.empty()) {
-    write_file(arguments.json,
+  if (arguments.svg && svg.empty()) {
+    throw Error("--svg: there is no picture of this");
+  }
+  if (arguments.json) {
+    write_file(*arguments.json,
                result.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
-  if (!arguments.svg.empty()) {
-    if (svg.empty()) {
-      throw Error("--svg: there is no picture of this");
-    }
-    write_file(arguments.svg, svg);
+  if (arguments.svg) {
+    write_file(*arguments.svg, svg);
   }
   return ok ? kExitOk : kExitCheckFailed;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <CLI/App.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,8 +11,8 @@ namespace flashgrad::tool {
 
 // As given on the command line.
 struct PlanArguments {
-  std::string json;  // file for the numbers; empty: none
-  std::string svg;   // file for the picture; empty: none
+  std::optional<std::string> json;  // file for the numbers
+  std::optional<std::string> svg;   // file for the picture
   std::string device = "h200";
   std::vector<std::string> kernels;
   bool sources = false;
