@@ -198,10 +198,10 @@ struct RowState {
   R delta = 0;
   R dlse = 0;
 
-  // s to be compared with lse: rounded as it is. Where one key outweighs all others lse is its s,
-  // and p is 1, however large they are.
+  // s to be compared with lse: an s that rounds to an f32 lse counts as it. Where one key outweighs
+  // all others lse is its s so rounded, and p is 1, however large they are.
   [[nodiscard]] R like_lse(R s) const {
-    return lse_is_f32 ? static_cast<R>(static_cast<float>(s)) : s;
+    return lse_is_f32 && static_cast<float>(s) == static_cast<float>(lse) ? lse : s;
   }
 };
 
