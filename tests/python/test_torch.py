@@ -235,6 +235,8 @@ def test_what_is_no_dense_tensor():
     q, k, v = qkv()
     with pytest.raises(TypeError, match="q: a NoneType, want a Tensor"):
         fgt.flash_attn_func(None, k, v)
+    with pytest.raises(TypeError, match="k: a NoneType, want a Tensor"):
+        fgt.flash_attn_func(q, None, v)
     with pytest.raises(TypeError, match="v: a list, want a Tensor"):
         fgt.flash_attn_func(q, k, [v])
     with pytest.raises(TypeError, match="kv: a NoneType, want a Tensor"):

@@ -178,7 +178,7 @@ if hasattr(torch._C.DispatchKeySet, "raw_repr"):  # an older PyTorch always take
     )
 
 
-def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def _is_ordinary(optional: Any, *tensors: Any) -> bool:
     """Whether autograd and autocast are all that the dispatcher would do before the kernel.
 
     Then it is left out, which halves the overhead of a small call. No mode, transform or tracer is
@@ -188,17 +188,15 @@ def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
         _PLAIN_THREAD is None
         or torch.compiler.is_compiling()
         or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_THREAD
-        or has_torch_function_variadic(q, *others)
-        or not isinstance(q, torch.Tensor)
-        or torch._C._dispatch_keys(q).raw_repr() not in _PLAIN_TENSORS
+        or has_torch_function_variadic(optional, *tensors)
     ):
         return False
-    for x in others:
-        if x is not None and (
-            not isinstance(x, torch.Tensor)
-            or torch._C._dispatch_keys(x).raw_repr() not in _PLAIN_TENSORS
-        ):
-            return False
+    try:
+        for x in tensors if optional is None else (optional, *tensors):
+            if torch._C._dispatch_keys(x).raw_repr() not in _PLAIN_TENSORS:
+                return False
+    except TypeError:  # one is no tensor
+        return False
     return True
 
 
@@ -282,7 +280,7 @@ class _Forward(_SingleLevelFunction):
         if dim is not None:
             saved = [*_parts(tensors, dim), *saved[-2:]]
         create_graph = torch.is_grad_enabled()
-        if create_graph or not (direct and _is_ordinary(dlse if dout is None else dout, dlse)):
+        if create_graph or not (direct and _is_ordinary(dlse, dlse if dout is None else dout)):
             arguments = (dout, dlse, *saved, sinks, *options)
             # A packed tensor is the last one; all of its parts are needed or none.
             needs_parts = (*needs, *needs[-1:] * (3 - len(needs)), need_dsinks)
@@ -461,7 +459,7 @@ def attention(
         window_left, window_right, top_left, scale, softcap,
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    if _is_ordinary(*tensors, sinks) and _is_cast(*tensors):
+    if _is_ordinary(sinks, *tensors) and _is_cast(*tensors):
         records = _records((*tensors, sinks))
         # Detached, so that autograd does not record the slices of a packed tensor.
         q, k, v = parts = tensors if dim is None else _parts([x.detach() for x in tensors], dim)
