@@ -32,6 +32,16 @@ inline constexpr std::int64_t kBlockQ = 128 * Isa::kPair;
 template <class Isa>
 inline constexpr std::int64_t kMaxBlockKv = Isa::kPair == 1 ? 512 : 256;
 
+// Tiles of keys whose S^T is computed before their dP^T. Zen 5, f32, head_dim 128: 1.3 % less time
+// than one by one; 8 and 32 are within 0.2 % of it.
+inline constexpr std::int64_t kGroupTiles = 16;
+
+// Units of K that dQ += dS K takes at a time: a panel of them, 32 KB, stays in the first cache for
+// all queries of the block. Zen 5, f32, head_dim 128: the product takes 2.4 % less time than with
+// the whole key block.
+template <class Isa>
+inline constexpr std::int64_t kDqDepth = (32 << 10) / (4 * kWidth<Isa>);
+
 template <class Isa>
 FG_INLINE Blocks blocks_of(std::int64_t seqlen_q, std::int64_t seqlen_kv) {
   static_assert(kBlockQ<Isa> % kWidth<Isa> == 0 && kWidth<Isa> % kRowMultiple<Isa> == 0);
