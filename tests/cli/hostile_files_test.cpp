@@ -143,8 +143,9 @@ TEST_F(HostileFiles, NamesCannotForgeTheTerminal) {
   expect_refused({}, 2, "'" + name.substr(0, std::size_t{27} * 3) + "...'");
   // Not UTF-8, as a path may be.
   const ToolResult path_result =
-      run_tool({"run", "--input", "no\x9b\xc3", "--output", path("out")});
-  EXPECT_NE(path_result.err.find("no\\x9b\\xc3: can't open"), std::string::npos) << path_result.err;
+      run_tool({"run", "--input", "no\x9b\xf9\x80\x80\x80\xc3", "--output", path("out")});
+  EXPECT_NE(path_result.err.find("no\\x9b\\xf9\\x80\\x80\\x80\\xc3: can't open"), std::string::npos)
+      << path_result.err;
 }
 
 TEST_F(HostileFiles, MissingTensors) {

@@ -36,8 +36,8 @@ std::size_t visible_bytes(std::string_view text) {
   }
   constexpr std::array<unsigned, 5> kSmallest = {0, 0, 0x80, 0x800, 0x10000};
   const auto within = [code](unsigned low, unsigned high) { return code >= low && code <= high; };
-  const bool is_character =
-      first >= 0xc0 && code >= kSmallest[size] && code <= 0x10ffff && !within(0xd800, 0xdfff);
+  const bool is_character = first >= 0xc0 && first <= 0xf4 && code >= kSmallest[size] &&
+                            code <= 0x10ffff && !within(0xd800, 0xdfff);
   // Controls of the upper half (0x9b begins an escape sequence as ESC [ does), what has no width,
   // ends a line or turns the direction of writing.
   const bool acts = within(0x80, 0x9f) || within(0x200b, 0x200f) || within(0x2028, 0x202e) ||
