@@ -151,7 +151,7 @@ KernelTime main_kernel(const Call& call, const Device& device) {
   const std::int64_t width = std::max(call.head_dim, call.head_dim_v);
   const Kernel& kernel =
       sm90_backward_kernel(width, call.deterministic,
-                           width > 64 && sm90::wants_cluster(call.mask, !call.lengths.empty(),
+                           width > 96 && sm90::wants_cluster(call.mask, !call.lengths.empty(),
                                                              call.seqlen, call.seqlen));
   ScheduleProblem problem = schedule_of(call);
   const Policy& policy = find_policy(true, call.deterministic ? "turns-sm90" : "sections");
@@ -171,9 +171,10 @@ KernelTime main_kernel(const Call& call, const Device& device) {
 
 std::vector<KernelTime> backward_kernels(const Call& call, const Device& device) {
   const auto rows = static_cast<double>(call.tokens() * call.heads_q);
-  const bool wide = std::max(call.head_dim, call.head_dim_v) > 128;
+  const std::int64_t widest = std::max(call.head_dim, call.head_dim_v);
+  const bool wide = widest > 128;
   const bool sums = !wide && !call.deterministic;
-  const double width = std::max(call.head_dim, call.head_dim_v) <= 64 ? 64 : 128;
+  const double width = widest <= 64 ? 64 : widest <= 96 ? 96 : 128;
   // out and dout are read; the f32 sums of dq are cleared, and read and converted at the end.
   std::vector<KernelTime> kernels = {
       memory_kernel("prepare", device,
