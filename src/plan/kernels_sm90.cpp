@@ -172,9 +172,10 @@ const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool clu
   if (head_dim <= 96 && cluster) {
     throw std::invalid_argument("the sm90 backward up to head_dim 96 has no cluster");
   }
-  return find_kernel(std::string("sm90-backward-") + (head_dim <= 64   ? "D64"
-                                                      : head_dim <= 96 ? "D96"
-                                                                       : "D128") +
+  return find_kernel(std::string("sm90-backward-") +
+                     (head_dim <= 64   ? "D64"
+                      : head_dim <= 96 ? "D96"
+                                       : "D128") +
                      (ordered   ? "Ordered"
                       : cluster ? "Cluster"
                                 : ""));

@@ -39,7 +39,7 @@ class PlanProgram : public testing::TestWithParam<const char*> {
 };
 
 INSTANTIATE_TEST_SUITE_P(All, PlanProgram,
-                         testing::Values("fa4", "fa4-2cta", "sm90-d64", "sm90-d128",
+                         testing::Values("fa4", "fa4-2cta", "sm90-d64", "sm90-d96", "sm90-d128",
                                          "sm90-d128-cluster", "sm90-d128-ordered"),
                          [](const testing::TestParamInfo<const char*>& param) {
                            std::string name = param.param;
@@ -87,7 +87,7 @@ using Wait = std::pair<std::string, std::string>;
 // reaches them it has waited for dS of the step, and so for all that the consumers had waited for.
 std::set<Wait> implied_waits(const std::string& program) {
   const std::string loader = "dq and loads";
-  if (program == "sm90-d64" || program == "sm90-d128") {
+  if (program == "sm90-d64" || program == "sm90-d96" || program == "sm90-d128") {
     return {{loader, "k_full"}, {loader, "q_empty"}, {loader, "do_empty"}};
   }
   if (program == "sm90-d128-cluster") {

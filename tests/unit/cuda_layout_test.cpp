@@ -96,8 +96,8 @@ void expect_pieces_cover() {
       for (int i = 0; i < kConfig.dq_columns() / 2; i += 4) {
         const int at = tile::fragment_order<kConfig.head_dim>(thread, 0) +
                        piece * 16 * kConfig.dq_columns() + i / 4 * 128;
-        EXPECT_EQ(at, tile::fragment_order<kConfig.head_dim>(
-                          thread, piece * kConfig.dq_columns() / 2 + i));
+        EXPECT_EQ(at, tile::fragment_order<kConfig.head_dim>(thread,
+                                                             piece * kConfig.dq_columns() / 2 + i));
         places.insert(at);
       }
     }
@@ -109,7 +109,8 @@ void expect_pieces_cover() {
 TEST(BwdConfig, PiecesOfDqCoverABlock) {
   []<int... kVariants>(std::integer_sequence<int, kVariants...>) {
     (expect_pieces_cover<kVariants>(), ...);
-  }(std::make_integer_sequence<int, sm90::kNumVariants>());
+  }
+  (std::make_integer_sequence<int, sm90::kNumVariants>());
 }
 
 // Places and sizes of tiles in shared memory: whole boxes, each at a multiple of the alignment.

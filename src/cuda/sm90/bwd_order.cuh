@@ -158,8 +158,9 @@ __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& til
         for (int i = begin; i < end; ++i) {
           PackedRows<kColumns> next;
           load_rows<kColumns, T>(next, sums(min(i + 1, end - 1)), p.scale);
-          store_packed<kColumns>(x, p.dq, tile.batch_index, tile.q_row + row(i), tile.q_rows - row(i), head,
-                       kColumns * (first_piece + i % kPieces), lane);
+          store_packed<kColumns>(x, p.dq, tile.batch_index, tile.q_row + row(i),
+                                 tile.q_rows - row(i), head, kColumns * (first_piece + i % kPieces),
+                                 lane);
 #pragma unroll
           for (int k = 0; k < kColumns / 4; ++k) {
             x[k % 2][k / 8][k / 2 % 4] = next[k % 2][k / 8][k / 2 % 4];
@@ -169,7 +170,8 @@ __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& til
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
           finish_elements<kColumns, T>(p, sums(i), tile.batch_index, tile.q_row + row(i),
-                             tile.q_rows - row(i), head, kColumns * (first_piece + i % kPieces), lane);
+                                       tile.q_rows - row(i), head,
+                                       kColumns * (first_piece + i % kPieces), lane);
         }
       }
     }

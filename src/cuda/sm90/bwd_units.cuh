@@ -142,7 +142,8 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   const int items = 4 * kPieces * group * head_blocks;
   const auto sums_of = [&](int i) {
     return unit_sums + std::int64_t{i / (4 * kPieces)} * (kBlockM * C.head_dim) +
-           tile::fragment_order<C.head_dim>(i / kPieces % 4 * 32 + lane, 0) + i % kPieces * (16 * kColumns);
+           tile::fragment_order<C.head_dim>(i / kPieces % 4 * 32 + lane, 0) +
+           i % kPieces * (16 * kColumns);
   };
   const auto place = [&](int i, auto&& store) {
     const int block = i / (4 * kPieces);

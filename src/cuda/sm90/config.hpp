@@ -78,7 +78,8 @@ struct BwdConfig {
   constexpr int shared_bytes() const { return info_offset() + kInfoBytes + tile::kTileAlignment; }
 
   constexpr bool valid() const {
-    return head_dim % 32 == 0 && dq_pieces() * dq_columns() == head_dim && shared_bytes() <= 227 * 1024 && block_n() <= 256 &&
+    return head_dim % 32 == 0 && dq_pieces() * dq_columns() == head_dim &&
+           shared_bytes() <= 227 * 1024 && block_n() <= 256 &&
            kConsumers * consumer_registers + dq_registers <= 504 && consumer_registers % 8 == 0 &&
            dq_registers % 8 == 0 && (cluster == 1 || (head_dim == 128 && key_blocks == 1)) &&
            (ds_stages & (ds_stages - 1)) == 0;
