@@ -4,6 +4,7 @@
     python benchmarks/precision.py --json result.json --png result.png
     python benchmarks/precision.py --device cuda --processes 14 --seeds 7 --seqlens ...   # on GPUs
     python benchmarks/precision.py --steps 0 ...      # gradients alone; --seqlens: training alone
+    python benchmarks/precision.py --draw result.json other.json --png both.png
 
 The variants are switches of a study implementation in PyTorch, in this file; the library has none
 of them. It follows docs/semantics.md: bf16 tensors, f32 statistics and accumulators.
@@ -247,50 +248,71 @@ def differences(records: list[dict]) -> list[dict]:
     return rows
 
 
-def plot(result: dict, path: pathlib.Path) -> None:
+def plot_losses(axes, rows: list[dict], colors: dict[str, str]) -> None:
+    scales = sorted({row["logit_scale"] for row in rows})
+    heights = [
+        VARIANTS.index(row["variant"]) + 0.35 * scales.index(row["logit_scale"]) for row in rows
+    ]
+    for row, y in zip(rows, heights):
+        color = colors[row["variant"]]
+        axes.plot(row["values"], [y] * len(row["values"]), ".", color=color, alpha=0.4)
+        axes.errorbar(row["mean"], y, xerr=2 * (row["standard_error"] or 0), fmt="d", color=color)
+    axes.set_yticks(heights, [f"{r['variant']}, logits x {r['logit_scale']:g}" for r in rows])
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set_xlabel(
+        "validation loss less that of designed\n(dots: seeds; bars: two standard errors)"
+    )
+
+
+def plot_gradients(axes, rows: list[dict], colors: dict[str, str]) -> None:
+    for scale, style in zip(sorted({row["logit_scale"] for row in rows}), ("--", "-", ":")):
+        for variant in VARIANTS:
+            errors: dict[int, list[float]] = {}
+            for row in rows:
+                if row["variant"] == variant and row["logit_scale"] == scale:
+                    errors.setdefault(row["seqlen"], []).append(row["dq"])
+            means = [statistics.mean(x) for x in errors.values()]
+            spread = [(max(x) - min(x)) / 2 for x in errors.values()]
+            axes.errorbar(
+                list(errors), means, spread, marker=".", linestyle=style, color=colors[variant],
+                label=f"{variant}, {scale:g}",
+            )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("seqlen")
+    axes.set_ylabel("relative error of dq, by the deviation of the logits")
+    axes.legend(fontsize=7, ncols=2, loc="upper left", bbox_to_anchor=(0, 0.9))
+
+
+def plot_cost(axes, twice: dict) -> None:
+    axes.bar(["once", "twice"], [1, twice["time_ratio"]], width=0.5)
+    axes.set_ylabel(f"time of a backward call, seqlen {twice['seqlen']}")
+    axes.set_xlabel("p recomputed\n(the same bits)")
+
+
+def plot(results: list[dict], path: pathlib.Path) -> None:
+    """Losses and gradients of the results that have them; what p recomputed twice costs."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5))
     colors = dict(zip(VARIANTS, plt.rcParams["axes.prop_cycle"].by_key()["color"]))
-    rows = result["loss_differences"]
-    scales = sorted({row["logit_scale"] for row in rows})
-    for row in rows:
-        y = list(VARIANTS).index(row["variant"]) + 0.3 * scales.index(row["logit_scale"])
-        color = colors[row["variant"]]
-        left.plot(row["values"], [y] * len(row["values"]), ".", color=color, alpha=0.4)
-        left.errorbar(row["mean"], y, xerr=2 * (row["standard_error"] or 0), fmt="d", color=color)
-        left.annotate(
-            f"{row['variant']}, logits x {row['logit_scale']:g}", (0, y), xytext=(0.01, y),
-            textcoords=("axes fraction", "data"), fontsize=7, va="bottom",
-        )  # fmt: skip
-    left.axvline(0, color="black", linewidth=0.5)
-    left.set_yticks([])
-    left.set_xlabel(
-        "validation loss less that of designed; diamond: mean and two standard errors"
+    panels = [
+        (3, lambda axes, rows=result[name], draw=draw: draw(axes, rows, colors))
+        for name, draw in (("loss_differences", plot_losses), ("gradients", plot_gradients))
+        for result in results
+        if result[name]
+    ]
+    panels.append((1, lambda axes: plot_cost(axes, results[0]["recomputed_twice"])))
+    widths = [width for width, _ in panels]
+    figure, row = plt.subplots(
+        1, len(panels), figsize=(2 * sum(widths), 5), squeeze=False, width_ratios=widths
     )
-    if result["gradients"]:
-        scale = max(row["logit_scale"] for row in result["gradients"])
-        for variant in VARIANTS:
-            errors: dict[int, list[float]] = {}
-            for row in result["gradients"]:
-                if row["variant"] == variant and row["logit_scale"] == scale:
-                    errors.setdefault(row["seqlen"], []).append(row["dq"])
-            means = [statistics.mean(x) for x in errors.values()]
-            spread = [max(x) - min(x) for x in errors.values()]
-            right.errorbar(
-                list(errors), means, [x / 2 for x in spread], marker="o", color=colors[variant],
-                label=variant,
-            )  # fmt: skip
-        right.set_xscale("log")
-        right.set_yscale("log")
-        right.set_xlabel("seqlen")
-        right.set_ylabel(f"relative error of dq, logits of deviation {scale:g}")
-        right.legend()
+    for axes, (_, draw) in zip(row[0], panels):
+        draw(axes)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -307,7 +329,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="that train at the same time")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--png", type=pathlib.Path)
+    parser.add_argument(
+        "--draw", type=pathlib.Path, nargs="+", metavar="RESULT", help="only draw --png from these"
+    )
     arguments = parser.parse_args()
+    if arguments.draw:
+        plot([json.loads(path.read_text()) for path in arguments.draw], arguments.png)
+        return
     result = train_gpt.provenance(arguments, gpt.own_text())
     result["recomputed_twice"] = recomputed_twice(4096, 5)
     print("p recomputed twice:", result["recomputed_twice"])
@@ -349,7 +377,7 @@ def main() -> None:
             f"+- {row['standard_error'] or math.nan:.5f}"
         )
     if arguments.png:
-        plot(result, arguments.png)
+        plot([result], arguments.png)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@
 #define FLASHGRAD_FLASHGRAD_H_
 
 #include <dlpack/dlpack.h>
-#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -181,8 +180,8 @@ typedef struct fg_backend {
 /// No mask, the default scale, no softcap, any backend, OpenMP's number of threads.
 #define FG_OPTIONS_INIT                                                                            \
   {                                                                                                \
-    sizeof(fg_options), FG_UNBOUNDED, FG_UNBOUNDED, FG_BOTTOM_RIGHT, (double)NAN, 0.0, 0, 0, 0, 0, \
-        NULL                                                                                       \
+    sizeof(fg_options), FG_UNBOUNDED, FG_UNBOUNDED, FG_BOTTOM_RIGHT, __builtin_nan(""), 0.0, 0, 0, \
+        0, 0, NULL                                                                                 \
   }
 /// To be filled by `fg_backend_info`.
 #define FG_BACKEND_INIT \

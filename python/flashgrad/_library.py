@@ -12,7 +12,7 @@ import ctypes
 import functools
 import os
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FORWARD, BACKWARD = 0, 1
 UNBOUNDED = 2**63 - 1
@@ -31,7 +31,16 @@ OPTIONS = struct.Struct("@N q q i d d i i q q P")
 SIZES = struct.Struct("@NN")
 
 WORKSPACE_TOO_SMALL = 3
-_ERRORS = {1: ValueError, 2: NotImplementedError, 3: ValueError, 4: RuntimeError, 5: RuntimeError}
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """An argument contradicts the rules.
+
+    A ValueError, and for those who expect PyTorch's or flash-attn's error also a RuntimeError.
+    """
+
+
+_ERRORS = {1: ArgumentError, 2: NotImplementedError, 3: ValueError}  # RuntimeError for all others
 
 
 class Backend(NamedTuple):

@@ -45,6 +45,14 @@ class FinishedMask(torch.Tensor):
         finished.band = band  # type: ignore[attr-defined]
         return finished
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Copies and slices mean the same: activation checkpointing hands a layer one."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        if args and isinstance(args[0], FinishedMask) and isinstance(result, FinishedMask):
+            result.__dict__.update(args[0].__dict__)
+        return result
+
 
 def register() -> None:
     """Enters flashgrad as an attention implementation; more than one call does no harm.
@@ -64,13 +72,21 @@ def register() -> None:
 
 def _accept_name(check: Callable[..., str]) -> Callable[..., str]:
     """Transformers takes any name with "flash" in it for a build of flash-attention, and replaces
-    it where a model has a list of such builds (gpt-oss has); this name is none of them."""
+    it where a model has a list of such builds (gpt-oss has); this name is none of them. It also
+    takes any name for models that would not call what is registered under it."""
 
     @functools.wraps(check)
     def accept(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation == NAME:
-            return NAME
-        return check(self, attn_implementation, *args, **kwargs)
+        if attn_implementation != NAME:
+            return check(self, attn_implementation, *args, **kwargs)
+        # Transformers guesses from the source; of the models of others it can't.
+        own = type(self).__module__.startswith("transformers.")
+        if own and not (self._supports_attention_backend or self._can_set_attn_implementation()):
+            raise NotImplementedError(
+                f"flashgrad: attn_implementation: {NAME!r} for {type(self).__name__}, whose "
+                "attention does not go through Transformers' attention interface"
+            )
+        return NAME
 
     accept._flashgrad = True  # type: ignore[attr-defined]
     return accept
@@ -230,7 +246,7 @@ def attend(
         )
         return out.unflatten(0, query.shape[:1] + query.shape[2:3]), None
     if isinstance(attention_mask, FinishedMask):
-        attention_mask = getattr(attention_mask, "band", attention_mask)  # a copy has none
+        attention_mask = attention_mask.band
     if isinstance(attention_mask, KeyBand):
         return band_attention(q, k, v, attention_mask, **options), None
     if isinstance(attention_mask, Unserved):

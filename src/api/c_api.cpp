@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C functions: validate, pick the backend, call it. The only place that catches exceptions.
+#include <pthread.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <future>
 #include <string>
 
 #include "api/validate.hpp"
@@ -36,6 +39,22 @@ fg_status guarded(F&& f) noexcept {
   }
 }
 
+// Whether this process is a child of fork() that has not become another program.
+bool is_forked_child = false;  // NOLINT(cppcoreguidelines-avoid-non-const-global-variables)
+const bool kForksAreNoted = pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; }) == 0;
+
+Status run_backend(const Backend& backend, const Problem& problem, Pass pass, const Args& args) {
+  const auto run = [&] {
+    return pass == Pass::kForward ? backend.forward(problem, args)
+                                  : backend.backward(problem, args);
+  };
+  // GNU's OpenMP keeps a pool of threads for each thread that uses them. In a child of fork() the
+  // calling thread's pool is gone, and it would wait for it for ever; a new thread gets a new pool.
+  const bool new_pool =
+      is_forked_child && problem.device_type == DeviceType::kCpu && problem.num_threads > 1;
+  return new_pool ? std::async(std::launch::async, run).get() : run();
+}
+
 bool verbose() {
   const char* value = std::getenv("FLASHGRAD_VERBOSE");
   return value != nullptr && std::string(value) == "1";
@@ -49,14 +68,11 @@ std::string names_of_backends() {
   return names;
 }
 
-// The first backend that serves the problem, or the one that was asked for. `reasons` gets why
-// those before it were passed over.
-Status select(const Problem& problem, Pass pass, const fg_options* options,
-              const Backend** selected, std::string* reasons = nullptr) {
-  const char* wanted = options != nullptr && options->struct_size >=
-                                                 offsetof(fg_options, backend) + sizeof(const char*)
-                           ? options->backend
-                           : nullptr;
+// The first backend that serves the call, or the one that was asked for. `reasons` gets why those
+// before it were passed over.
+Status select(const Call& call, Pass pass, const Backend** selected,
+              std::string* reasons = nullptr) {
+  const char* wanted = call.backend;
   const char* source = "backend";
   if (wanted == nullptr) {
     wanted = std::getenv("FLASHGRAD_BACKEND");
@@ -72,7 +88,7 @@ Status select(const Problem& problem, Pass pass, const fg_options* options,
       continue;
     }
     known = true;
-    Status status = backend->supports(problem, pass);
+    Status status = backend->supports(call.problem, pass);
     if (status.ok()) {
       *selected = backend;
       if (reasons != nullptr) {
@@ -106,12 +122,11 @@ Pass to_pass(fg_pass pass) { return pass == FG_FORWARD ? Pass::kForward : Pass::
 // of 2^50 empty sequences is legal and must not be walked through.
 bool has_outputs(const Problem& p, Pass pass) {
   const std::int64_t batch = p.packed ? 1 : p.batch;
-  const bool has_rows = batch > 0 && p.seqlen_q > 0 && p.heads_q > 0;
-  const bool has_keys = batch > 0 && p.seqlen_kv > 0 && p.heads_kv > 0;
-  return pass == Pass::kForward
-             ? has_rows
-             : (p.wants_dq && has_rows) || ((p.wants_dk || p.wants_dv) && has_keys) ||
-                   (p.wants_dsinks && p.heads_q > 0);
+  const bool has_rows = batch > 0 && p.seqlen_q > 0;
+  const bool has_keys = batch > 0 && p.seqlen_kv > 0;
+  return pass == Pass::kForward ? has_rows
+                                : (p.wants_dq && has_rows) ||
+                                      ((p.wants_dk || p.wants_dv) && has_keys) || p.wants_dsinks;
 }
 
 // Without rows and without gradients of keys there are only the zeros of dsinks, which do not grow
@@ -129,7 +144,7 @@ Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void
   FG_RETURN_IF_ERROR(validate(pass, tensors, options, &scratch, &call));
   const Backend* backend = nullptr;
   std::string reasons;
-  FG_RETURN_IF_ERROR(select(call.problem, pass, options, &backend, &reasons));
+  FG_RETURN_IF_ERROR(select(call, pass, &backend, &reasons));
   if (!has_outputs(call.problem, pass)) {
     return {};
   }
@@ -150,8 +165,7 @@ Status run(Pass pass, const fg_tensors* tensors, const fg_options* options, void
   call.args.workspace = workspace;
   call.args.workspace_bytes = workspace == nullptr ? 0 : workspace_bytes;
   call.args.stream = stream;
-  return pass == Pass::kForward ? backend->forward(call.problem, call.args)
-                                : backend->backward(call.problem, call.args);
+  return run_backend(*backend, call.problem, pass, call.args);
 }
 
 }  // namespace
@@ -178,7 +192,7 @@ fg_status fg_workspace_size(fg_pass pass, const fg_tensors* tensors, const fg_op
     Call call;
     FG_RETURN_IF_ERROR(validate(to_pass(pass), tensors, options, nullptr, &call));
     const Backend* backend = nullptr;
-    FG_RETURN_IF_ERROR(select(call.problem, to_pass(pass), options, &backend));
+    FG_RETURN_IF_ERROR(select(call, to_pass(pass), &backend));
     WorkspaceSize size;
     if (has_outputs(call.problem, to_pass(pass))) {
       drop_empty_batch(call.problem);
@@ -201,7 +215,7 @@ fg_status fg_supports(fg_pass pass, const fg_tensors* tensors, const fg_options*
     Call call;
     FG_RETURN_IF_ERROR(validate(to_pass(pass), tensors, options, nullptr, &call));
     const Backend* selected = nullptr;
-    FG_RETURN_IF_ERROR(select(call.problem, to_pass(pass), options, &selected));
+    FG_RETURN_IF_ERROR(select(call, to_pass(pass), &selected));
     if (backend != nullptr) {
       *backend = selected->name;
     }

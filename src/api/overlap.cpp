@@ -109,7 +109,7 @@ Overlap overlap(const ByteLattice& a, const ByteLattice& b) {
   const auto distance = static_cast<std::int64_t>(b.base - a.base);
   const Hull ha = hull(a);
   const Hull hb = hull(b);
-  // The hulls are small (kMaxSpanBytes in validate.cpp); bases may be anything.
+  // The hulls are small (kMaxSpanBytes in tensor_check.cpp); bases may be anything.
   if (distance >= ha.high - hb.low || distance <= ha.low - hb.high) {
     return Overlap::kNone;
   }

@@ -128,17 +128,13 @@ class Validator {
                                     "cu_seqlens_q and cu_seqlens_kv"));
       }
     }
-    const std::int64_t* q =
-        t.q->shape +
-        (p_.packed ? -1 : 0);  // so that indices 1, 2, 3 are rows, heads, dim in both layouts
-    const std::int64_t* k = t.k->shape + (p_.packed ? -1 : 0);
-    const std::int64_t* v = t.v->shape + (p_.packed ? -1 : 0);
-    p_.seqlen_q = q[1];
-    p_.seqlen_kv = k[1];
-    p_.heads_q = q[2];
-    p_.heads_kv = k[2];
-    p_.head_dim = q[3];
-    p_.head_dim_v = v[3];
+    const int row = p_.packed ? 0 : 1;  // then heads, then the head's dim
+    p_.seqlen_q = t.q->shape[row];
+    p_.seqlen_kv = t.k->shape[row];
+    p_.heads_q = t.q->shape[row + 1];
+    p_.heads_kv = t.k->shape[row + 1];
+    p_.head_dim = t.q->shape[row + 2];
+    p_.head_dim_v = t.v->shape[row + 2];
     if (p_.packed) {
       FG_RETURN_IF_ERROR(check_form(*t.cu_seqlens_q, "cu_seqlens_q"));
       if (t.cu_seqlens_q->ndim != 1 || t.cu_seqlens_q->shape[0] < 1) {
@@ -148,7 +144,7 @@ class Validator {
       }
       p_.batch = t.cu_seqlens_q->shape[0] - 1;
     } else {
-      p_.batch = q[0];
+      p_.batch = t.q->shape[0];
     }
     if (p_.heads_q < 1 || p_.heads_kv < 1) {
       return invalid(std::string(p_.heads_q < 1 ? "q: heads_q " : "k: heads_kv ") +
@@ -168,10 +164,11 @@ class Validator {
     for (const auto& [dim, name] :
          {std::pair{p_.head_dim, "q: head_dim "}, {p_.head_dim_v, "v: head_dim_v "}}) {
       if (dim < 1) {
-        return invalid(name + std::to_string(dim) + ", want 1 to 256");
+        return invalid(name + std::to_string(dim) + ", want 1 to " + std::to_string(kMaxHeadDim));
       }
       if (dim > kMaxHeadDim) {
-        return unsupported(name + std::to_string(dim) + ", supported are 1 to 256");
+        return unsupported(name + std::to_string(dim) + ", supported are 1 to " +
+                           std::to_string(kMaxHeadDim));
       }
     }
     const std::optional<DType> dtype = float_dtype(t.q->dtype);
@@ -272,19 +269,14 @@ class Validator {
     FG_RETURN_IF_ERROR(take(t.out, {"out", ndim, of_out, out_names, false, !backward}, &a_.out));
     FG_RETURN_IF_ERROR(take_lse(t.lse, {"lse", 0, {}, "", false, !backward}, &a_.lse));
     p_.wants_lse = t.lse != nullptr;
-    const DType statistics = p_.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-    FG_RETURN_IF_ERROR(take_vector(t.sinks, "sinks", "(heads_q)", p_.heads_q, statistics, false,
-                                   &a_.sinks, &p_.has_sinks));
+    FG_RETURN_IF_ERROR(take_sinks(t.sinks, "sinks", false, &a_.sinks, &p_.has_sinks));
     if (backward) {
       FG_RETURN_IF_ERROR(take(t.dout, {"dout", ndim, of_out, out_names, true}, &a_.dout));
       FG_RETURN_IF_ERROR(take_lse(t.dlse, {"dlse", 0, {}, "", true}, &a_.dlse));
       FG_RETURN_IF_ERROR(take(t.dq, {"dq", ndim, of_q, q_names, false, true}, &a_.dq));
       FG_RETURN_IF_ERROR(take(t.dk, {"dk", ndim, of_k, k_names, false, true}, &a_.dk));
       FG_RETURN_IF_ERROR(take(t.dv, {"dv", ndim, of_v, v_names, false, true}, &a_.dv));
-      const void* dsinks = nullptr;
-      FG_RETURN_IF_ERROR(take_vector(t.dsinks, "dsinks", "(heads_q)", p_.heads_q, statistics, true,
-                                     &dsinks, &p_.wants_dsinks));
-      a_.dsinks = const_cast<void*>(dsinks);
+      FG_RETURN_IF_ERROR(take_sinks(t.dsinks, "dsinks", true, &a_.dsinks, &p_.wants_dsinks));
       p_.has_dout = t.dout != nullptr;
       p_.has_dlse = t.dlse != nullptr;
       p_.wants_dq = t.dq != nullptr;
@@ -300,16 +292,16 @@ class Validator {
     p_.unaligned_k = is_unaligned(a_.k);
     p_.unaligned_v = is_unaligned(a_.v);
     p_.unaligned_dout = p_.has_dout && is_unaligned(a_.dout);
-    bool given = false;
-    FG_RETURN_IF_ERROR(take_vector(t.cu_seqlens_q, "cu_seqlens_q", "(batch + 1)", p_.batch + 1,
-                                   &a_.cu_seqlens_q, &given));
-    FG_RETURN_IF_ERROR(take_vector(t.cu_seqlens_kv, "cu_seqlens_kv", "(batch + 1)", p_.batch + 1,
-                                   &a_.cu_seqlens_kv, &given));
-    FG_RETURN_IF_ERROR(take_vector(t.seqused_q, "seqused_q", "(batch)", p_.batch, &a_.seqused_q,
-                                   &p_.has_seqused_q));
-    FG_RETURN_IF_ERROR(take_vector(t.seqused_kv, "seqused_kv", "(batch)", p_.batch, &a_.seqused_kv,
-                                   &p_.has_seqused_kv));
-    return take_vector(t.q_offset, "q_offset", "(batch)", p_.batch, &a_.q_offset, &p_.has_q_offset);
+    FG_RETURN_IF_ERROR(take_integers(t.cu_seqlens_q, "cu_seqlens_q", "(batch + 1)", p_.batch + 1,
+                                     &a_.cu_seqlens_q, &p_.packed));
+    FG_RETURN_IF_ERROR(take_integers(t.cu_seqlens_kv, "cu_seqlens_kv", "(batch + 1)", p_.batch + 1,
+                                     &a_.cu_seqlens_kv, &p_.packed));
+    FG_RETURN_IF_ERROR(take_integers(t.seqused_q, "seqused_q", "(batch)", p_.batch, &a_.seqused_q,
+                                     &p_.has_seqused_q));
+    FG_RETURN_IF_ERROR(take_integers(t.seqused_kv, "seqused_kv", "(batch)", p_.batch,
+                                     &a_.seqused_kv, &p_.has_seqused_kv));
+    return take_integers(t.q_offset, "q_offset", "(batch)", p_.batch, &a_.q_offset,
+                         &p_.has_q_offset);
   }
 
   Status take(const DLTensor* t, const Want& want, Tensor* tensor) {
@@ -346,7 +338,7 @@ class Validator {
     if (t == nullptr) {
       return {};
     }
-    const DType dtype = p_.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+    const DType dtype = statistics_dtype(p_.dtype);
     if (float_dtype(t->dtype) != dtype) {
       return invalid(std::string(want.name) + ": dtype " + dtype_name(t->dtype) + ", want " +
                      name(dtype));
@@ -365,40 +357,37 @@ class Validator {
     return {};
   }
 
-  Status take_vector(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
-                     DLDataType dtype, bool is_output, void** data) {
-    if (t->dtype.code != dtype.code || t->dtype.bits != dtype.bits || t->dtype.lanes != 1) {
-      return invalid(std::string(name) + ": dtype " + dtype_name(t->dtype) + ", want " +
-                     dtype_name(dtype));
-    }
-    std::array<std::int64_t, 4> s{};
-    return tensors_.check(*t, {name, 1, {n, 0, 0, 0}, shape_names, false, is_output}, &s, data);
-  }
-
-  Status take_vector(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
-                     DType dtype, bool is_output, const void** data, bool* given) {
-    *given = t != nullptr;
-    void* p = nullptr;
-    if (t != nullptr) {
-      FG_RETURN_IF_ERROR(take_vector(
-          t, name, shape_names, n,
-          DLDataType{kDLFloat, static_cast<std::uint8_t>(dtype == DType::kF64 ? 64 : 32), 1},
-          is_output, &p));
-    }
-    *data = p;
-    return {};
+  // Elements per head, f32 or f64.
+  template <class Data>
+  Status take_sinks(const DLTensor* t, const char* name, bool is_output, Data** data, bool* given) {
+    const DLDataType dtype{
+        kDLFloat, static_cast<std::uint8_t>(8 * size_bytes(statistics_dtype(p_.dtype))), 1};
+    return take_vector(t, {name, 1, {p_.heads_q}, "(heads_q)", false, is_output}, dtype, data,
+                       given);
   }
 
   template <class Int>
-  Status take_vector(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
-                     const Int** data, bool* given) {
+  Status take_integers(const DLTensor* t, const char* name, const char* shape_names, std::int64_t n,
+                       const Int** data, bool* given) {
+    return take_vector(t, {name, 1, {n}, shape_names}, {kDLInt, 8 * sizeof(Int), 1}, data, given);
+  }
+
+  template <class Data>
+  Status take_vector(const DLTensor* t, const Want& want, DLDataType dtype, Data** data,
+                     bool* given) {
     *given = t != nullptr;
-    void* p = nullptr;
-    if (t != nullptr) {
-      FG_RETURN_IF_ERROR(
-          take_vector(t, name, shape_names, n, DLDataType{kDLInt, 8 * sizeof(Int), 1}, false, &p));
+    *data = nullptr;
+    if (t == nullptr) {
+      return {};
     }
-    *data = static_cast<const Int*>(p);
+    if (t->dtype.code != dtype.code || t->dtype.bits != dtype.bits || t->dtype.lanes != 1) {
+      return invalid(std::string(want.name) + ": dtype " + dtype_name(t->dtype) + ", want " +
+                     dtype_name(dtype));
+    }
+    std::array<std::int64_t, 4> s{};
+    void* address = nullptr;
+    FG_RETURN_IF_ERROR(tensors_.check(*t, want, &s, &address));
+    *data = static_cast<Data*>(address);
     return {};
   }
 
@@ -422,6 +411,7 @@ Status validate(Pass pass, const fg_tensors* tensors, const fg_options* options,
   fg_options o;
   FG_RETURN_IF_ERROR(copy_versioned(tensors, "tensors", fg_tensors FG_TENSORS_INIT, &t));
   FG_RETURN_IF_ERROR(copy_versioned(options, "options", fg_options FG_OPTIONS_INIT, &o));
+  call->backend = o.backend;
   return Validator(pass, workspace != nullptr, call)
       .run(t, o, workspace != nullptr ? *workspace : Scratch{});
 }

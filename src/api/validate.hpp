@@ -11,6 +11,7 @@ namespace flashgrad {
 struct Call {
   Problem problem;
   Args args;
+  const char* backend = nullptr;  // that the options name
 };
 
 // The caller's workspace.

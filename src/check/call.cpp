@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstring>
 #include <stdexcept>
 
 #include "check/data.hpp"
@@ -47,7 +46,7 @@ Shapes shapes_of(const Case& c) {
                      : std::vector<std::int64_t>{c.batch, c.heads_q, c.seqlen_q},
           dl_dtype(c.dtype),
           dl_dtype(c.grad_f32 ? DType::kF32 : c.dtype),
-          dl_dtype(c.dtype == DType::kF64 ? DType::kF64 : DType::kF32)};
+          dl_dtype(statistics_dtype(c.dtype))};
 }
 
 // A tensor of the case in the layout of the case. `kind` tells the tensors apart: each gets other
@@ -392,57 +391,6 @@ fg_options make_options(const Case& c) {
   return o;
 }
 
-void* WorkspaceMemory::resize(std::size_t bytes, bool odd, Place place) {
-  const std::size_t by = odd ? 1 : 0;
-  return place == Place::kCuda ? resize_on_device(bytes, by) : resize_on_host(bytes, by);
-}
-
-void* WorkspaceMemory::resize_on_host(std::size_t bytes, std::size_t after) {
-  const std::size_t room = kGuardBytes + bytes + after;
-  if (buffer_ == nullptr || buffer_->size_bytes() < room) {
-    buffer_ = std::make_shared<Buffer>(room);
-  }
-  begin_ = buffer_->data() + (buffer_->size_bytes() - bytes - after);
-  std::memset(begin_ - kGuardBytes, std::to_integer<int>(kGuard), kGuardBytes);
-  return begin_;
-}
-
-void* WorkspaceMemory::resize_on_device(std::size_t bytes, std::size_t shift) {
-  const std::size_t room = kGuardBytes + shift + bytes + kGuardBytes;
-  if (device_.size_bytes() < room) {
-    device_ = {};  // before the larger one is there
-    device_ = DeviceMemory(room);
-  }
-  device_begin_ = device_.data() + kGuardBytes + shift;
-  device_end_ = device_begin_ + bytes;
-  std::array<std::byte, kGuardBytes> guard;
-  guard.fill(kGuard);
-  for (std::byte* to : {device_begin_ - kGuardBytes, device_end_}) {
-    upload(guard.data(), to, {kGuardBytes, kGuardBytes});
-  }
-  return device_begin_;
-}
-
-bool WorkspaceMemory::guards_intact() const {
-  const auto intact = [](const std::byte* begin) {
-    return std::all_of(begin, begin + kGuardBytes, [](std::byte x) { return x == kGuard; });
-  };
-  if (begin_ != nullptr && !intact(begin_ - kGuardBytes)) {
-    return false;
-  }
-  if (device_begin_ == nullptr) {
-    return true;
-  }
-  std::array<std::byte, kGuardBytes> guard;
-  for (const std::byte* from : {device_begin_ - kGuardBytes, device_end_}) {
-    download(from, guard.data(), {kGuardBytes, kGuardBytes});
-    if (!intact(guard.data())) {
-      return false;
-    }
-  }
-  return true;
-}
-
 PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& options,
                     Workspace workspace, WorkspaceMemory& memory, const Transfers& transfers) {
   const Place place = options.backend != nullptr ? place_of(options.backend) : Place::kHost;
@@ -459,7 +407,7 @@ PassResult run_pass(fg_pass pass, CallTensors& tensors, const fg_options& option
       }
     }
   };
-  for (const auto& [name, tensor] : tensors.outputs(pass)) {
+  for (const auto& [name, tensor] : outputs) {
     if (tensor->given()) {
       tensor->poison();
     }

@@ -5,12 +5,12 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "check/case.hpp"
 #include "check/host_tensor.hpp"
+#include "check/workspace_memory.hpp"
 #include "core/problem.hpp"
 #include "flashgrad/flashgrad.h"
 
@@ -43,28 +43,6 @@ std::vector<Sequence> sequences(const Case& c);
 
 // Floating-point operations of forward and backward: two and five products over the visible pairs.
 double flops(const Case& c);
-
-// A workspace that keeps what earlier calls left in it.
-class WorkspaceMemory {
- public:
-  // Room for `bytes`, all of it poison or older scratch. On the host it ends where reading traps
-  // or, if `odd`, a byte before; on the device a guard follows.
-  void* resize(std::size_t bytes, bool odd, Place place = Place::kHost);
-  // Whether nothing was written just before or, on the device, just after it.
-  [[nodiscard]] bool guards_intact() const;
-
- private:
-  static constexpr std::size_t kGuardBytes = 256;
-  static constexpr std::byte kGuard{0xa7};
-  void* resize_on_host(std::size_t bytes, std::size_t after);
-  void* resize_on_device(std::size_t bytes, std::size_t shift);
-
-  std::shared_ptr<Buffer> buffer_;
-  std::byte* begin_ = nullptr;
-  DeviceMemory device_;
-  std::byte* device_begin_ = nullptr;
-  std::byte* device_end_ = nullptr;
-};
 
 // What a backend asks for, without any data: any size may be asked about. Indexed by fg_pass.
 struct WorkspaceQuery {

@@ -31,8 +31,8 @@ enum class Layout : std::uint8_t {
 };
 
 struct Case {
-  std::string
-      id;  // of the table: "big_logits" or "big_logits/3" for its fourth variant; else empty
+  // Of the table: "big_logits", or "big_logits/3" for its third variant; else empty.
+  std::string id;
   DType dtype = DType::kF32;
   bool grad_f32 = false;  // dq, dk, dv in f32
   std::int64_t batch = 1;

@@ -87,7 +87,7 @@ CaseResult CaseRunner::run(const RunOptions& options, bool compare) {
   if (const std::string name = damaged_surroundings(tensors_.all()); !name.empty()) {
     result.message = "wrote outside the elements of " + name;
   } else if (!memory_.guards_intact()) {
-    result.message = "wrote before the workspace";
+    result.message = "wrote outside the workspace";
   } else if (inputs_ != digests(tensors_.inputs())) {
     result.message = "changed an input";
   }

@@ -22,9 +22,8 @@ struct RunOptions {
 };
 
 struct CaseResult {
-  fg_status status =
-      FG_OK;            // of the first call that failed; FG_UNSUPPORTED means refused, not wrong
-  std::string message;  // its message, or what was damaged
+  fg_status status = FG_OK;           // of the first call that failed; FG_UNSUPPORTED is no fault
+  std::string message;                // its message, or what was damaged
   std::vector<OutputResult> outputs;  // empty if a call failed
   std::string coverage;               // what the oracle computed: "all of it" or a sample
   double forward_seconds = 0;

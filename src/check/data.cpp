@@ -93,24 +93,17 @@ std::optional<double> normal_factor(std::string_view text) {
   return text.empty() ? 1 : number_of(text);
 }
 
-// Calls f(flat index of the first element, number of elements) for each head vector of row i of a
-// batch entry.
-template <class F>
-void for_each_head(const HostTensor& t, bool packed, std::int64_t batch_index, std::int64_t i,
-                   F&& f) {
+// All heads of row i of a batch entry.
+void set_nan(const HostTensor& t, bool packed, std::int64_t batch_index, std::int64_t i) {
+  if (!t.given()) {
+    return;
+  }
   const std::vector<std::int64_t>& shape = t.shape();
   const std::size_t row = packed ? 0 : 1;
   const std::int64_t size = shape[row + 1] * shape[row + 2];
-  f((batch_index * shape[row] + i) * size, size);
-}
-
-void set_nan(const HostTensor& t, bool packed, std::int64_t batch_index, std::int64_t i) {
-  if (t.given()) {
-    for_each_head(t, packed, batch_index, i, [&](std::int64_t begin, std::int64_t size) {
-      for (std::int64_t e = begin; e < begin + size; ++e) {
-        t.set(e, kNaN);
-      }
-    });
+  const std::int64_t begin = (batch_index * shape[row] + i) * size;
+  for (std::int64_t e = begin; e < begin + size; ++e) {
+    t.set(e, kNaN);
   }
 }
 

@@ -193,7 +193,7 @@ bool Expected::Impl::has_overflow(const std::vector<Values<float>>& naive) const
   return false;
 }
 
-void Expected::Impl::replace_overflow(std::vector<Values<float>>& naive) const {
+void Expected::Impl::replace_overflow(std::vector<Values<float>>& naive) {
   std::vector<Values<float>> in_f32(units.size());
   std::vector<Values<float>*> pointers;
   for (Values<float>& values : in_f32) {
@@ -205,7 +205,10 @@ void Expected::Impl::replace_overflow(std::vector<Values<float>>& naive) const {
       std::vector<float>& x = naive[n].of[output];
       for (std::size_t e = 0; e < x.size(); ++e) {
         if (!std::isfinite(x[e])) {
-          x[e] = in_f32[n].of[output][e];
+          overflowed[output] = true;
+          const float y = in_f32[n].of[output][e];
+          const auto r = static_cast<float>(rounded(dtype_of(static_cast<Output>(output)), y));
+          x[e] = std::isfinite(r) ? r : y;
         }
       }
     }
@@ -270,7 +273,9 @@ void Expected::Impl::measure(const std::vector<Values<float>>& naive) {
 // elements naive meets such roundings too; in a few dozen its own may all be small, by luck.
 //
 // Else, dq and dk: where every row sees one key dp - delta + dlse is 0. Naive finds that exactly,
-// since its two sums run in the same order, and the rule's bound would be 0.
+// since its two sums run in the same order, and the rule's bound would be 0. And where naive
+// overflows (V of some ten thousands in f16, and dP leaves the range), f32 stands in for it, which
+// does not round out as the contract does.
 double Expected::Impl::rounding_floor(Output output) const {
   std::size_t elements = 0;
   for (const Unit& u : units) {
@@ -294,7 +299,24 @@ double Expected::Impl::rounding_floor(Output output) const {
       largest = std::isfinite(x) ? std::max(largest, std::abs(x)) : largest;
     }
   }
-  return (few ? 2 * unit_roundoff : problem.dtype == DType::kF64 ? 1e-15 : 1e-6) * largest;
+  const double floor = (few                            ? 2 * unit_roundoff
+                        : problem.dtype == DType::kF64 ? 1e-15
+                                                       : 1e-6) *
+                       largest;
+  return overflowed[output] ? std::max(floor, 2 * error_of_rounded_statistics(output)) : floor;
+}
+
+double Expected::Impl::error_of_rounded_statistics(Output output) const {
+  double largest = 0;
+  for (std::size_t n = 0; n < units.size(); ++n) {
+    const std::vector<double>& exact = units[n].exact.of[output];
+    const std::vector<double>& other = of_rounded_statistics()[n].of[output];
+    for (std::size_t e = 0; e < exact.size(); ++e) {
+      const double error = std::abs(rounded(dtype_of(output), other[e]) - exact[e]);
+      largest = std::isfinite(error) ? std::max(largest, error) : largest;
+    }
+  }
+  return largest;
 }
 
 const std::vector<Values<double>>& Expected::Impl::of_rounded_statistics() const {

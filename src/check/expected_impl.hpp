@@ -53,13 +53,15 @@ struct Expected::Impl {
   std::array<double, kNumOutputs> naive_error{};
   std::array<double, kNumOutputs> magnitude{};
   std::array<double, kNumOutputs> rounding{};
+  // Whether naive overflowed somewhere, so that f32 stands in for it there.
+  std::array<bool, kNumOutputs> overflowed{};
 
   void choose();
   void make_tasks();
   template <class F, class R>
   void compute(const F& f, std::vector<Values<R>*>& values) const;
   [[nodiscard]] bool has_overflow(const std::vector<Values<float>>& naive) const;
-  void replace_overflow(std::vector<Values<float>>& naive) const;
+  void replace_overflow(std::vector<Values<float>>& naive);
   void measure(const std::vector<Values<float>>& naive);
   [[nodiscard]] bool wants(Output output) const;
   [[nodiscard]] DType dtype_of(Output output) const;
@@ -69,6 +71,8 @@ struct Expected::Impl {
   // first needed.
   [[nodiscard]] const std::vector<Values<double>>& of_rounded_statistics() const;
   mutable std::vector<Values<double>> rounded_statistics;
+  // What that alone costs.
+  [[nodiscard]] double error_of_rounded_statistics(Output output) const;
   // Whether that alone turns a gradient of a head: the direction then says nothing.
   [[nodiscard]] bool turned_by_rounding(std::size_t unit, Output output, std::int64_t head) const;
   [[nodiscard]] OutputResult compare(const Args& produced, Output output) const;

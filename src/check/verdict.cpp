@@ -65,7 +65,7 @@ DType Expected::Impl::dtype_of(Output output) const {
     case kDv:
       return problem.dv_dtype;
     default:
-      return problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+      return statistics_dtype(problem.dtype);
   }
 }
 

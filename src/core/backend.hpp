@@ -5,15 +5,14 @@
 
 #include <cstddef>
 #include <span>
-#include <string>
 
 #include "core/problem.hpp"
 
 namespace flashgrad {
 
 struct WorkspaceSize {
-  std::size_t minimum = 0;
-  std::size_t preferred = 0;
+  std::size_t minimum = 0;    // with less, a call is refused
+  std::size_t preferred = 0;  // more brings nothing
 };
 
 struct Backend {

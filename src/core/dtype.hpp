@@ -65,8 +65,8 @@ inline std::uint16_t f32_to_f16(float x) {
   if (magnitude >= 0x477ff000U) {  // rounds to 2^16 or more
     return static_cast<std::uint16_t>(sign | 0x7c00U);
   }
-  if (magnitude <
-      0x38800000U) {  // below 2^-14: adding 0.5 leaves the subnormal, rounded, in the low bits
+  if (magnitude < 0x38800000U) {
+    // Below 2^-14: adding 0.5 leaves the subnormal, rounded, in the low bits.
     const float shifted = std::bit_cast<float>(magnitude) + 0.5F;
     return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000U));
   }

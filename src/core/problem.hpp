@@ -2,6 +2,7 @@
 // What a validated call asks for (Problem: comparable, no pointers) and where its data lies (Args).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -17,6 +18,11 @@ enum class DeviceType : std::uint8_t { kCpu, kCuda };
 // Of q and k, and of v: from 1 to this, independent of each other.
 inline constexpr std::int64_t kMaxHeadDim = 256;
 
+// Of lse, dlse, sinks and dsinks, with q of `dtype`.
+constexpr DType statistics_dtype(DType dtype) {
+  return dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+}
+
 struct Problem {
   DType dtype = DType::kF32;     // q, k, v, out, dout
   DType dq_dtype = DType::kF32;  // of the gradients: dtype or f32
@@ -25,17 +31,16 @@ struct Problem {
   DeviceType device_type = DeviceType::kCpu;
   int device_id = 0;
 
-  std::int64_t batch = 0;  // sequences
-  std::int64_t seqlen_q =
-      0;  // rows of q: of each batch entry, or of all sequences together if packed
+  std::int64_t batch = 0;      // sequences
+  std::int64_t seqlen_q = 0;   // rows of q: of a batch entry, or of all sequences if packed
   std::int64_t seqlen_kv = 0;  // rows of k and v, likewise
   std::int64_t heads_q = 0;
   std::int64_t heads_kv = 0;
   std::int64_t head_dim = 0;
   std::int64_t head_dim_v = 0;
-  std::int64_t max_seqlen_q =
-      0;  // no sequence has more rows (never 0 in a packed problem with rows)
-  std::int64_t max_seqlen_kv = 0;  // no sequence has more keys
+  // No sequence has more rows or keys. Never 0 in a packed problem with rows.
+  std::int64_t max_seqlen_q = 0;
+  std::int64_t max_seqlen_kv = 0;
   bool packed = false;
   // By their strides, vectors of columns that do not all start at multiples of 16 bytes or have
   // gaps between their elements: a GPU's copy engine can't address these tensors.
@@ -90,7 +95,7 @@ struct Tensor {
 // Where everything is. lse and dlse are Tensors too: (b, i, h), no dim. 1-d tensors are compact.
 struct Args {
   Tensor q, k, v, out, lse, dout, dlse, dq, dk, dv;
-  const void* sinks = nullptr;                  // (heads_q), f32, or f64 with f64 inputs
+  const void* sinks = nullptr;                  // (heads_q), of statistics_dtype
   void* dsinks = nullptr;                       // (heads_q), likewise
   const std::int32_t* cu_seqlens_q = nullptr;   // (batch + 1)
   const std::int32_t* cu_seqlens_kv = nullptr;  // (batch + 1)

@@ -7,11 +7,10 @@
 // same bits:
 //   - nothing visible: zeros are written;
 //   - alone: a small job is one thread's, from packs to outputs, in that thread's memory; threads
-//   never wait for each other;
+//     never wait for each other;
 //   - in waves: as many jobs as fit the memory, or as give the threads enough to do, share their
-//   tasks among all threads. Key blocks are
-//     taken in ascending order, heads fastest. With room for two waves, threads that find no task
-//     left go on to the next one.
+//     tasks among all threads. Key blocks are taken in ascending order, heads fastest. With room
+//     for two waves, threads that find no task left go on to the next one.
 //
 // Workspace: per thread its key block's buffers and the packs of a small job; one or two waves of
 // packs; dsinks' partial sums. It grows linearly with the sequence length, the minimum holds one

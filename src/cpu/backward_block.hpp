@@ -211,8 +211,9 @@ class KeyBlockTask {
     return Visibility::kSome;
   }
 
-  // P^T and dS^T of the key block and one panel of queries. (All tiles of S^T before those of dP^T
-  // was not faster, though both panels together exceed the first cache.)
+  // P^T and dS^T of the key block and one panel of queries: S^T of a group of tiles, then their
+  // dP^T, since the panels of Q^T and dO^T may be too large for the first cache together. dS needs
+  // the weights of the whole group: f32 has them in P^T; where they are apart, a group is one tile.
   void panel_tiles(const HeadPack<Isa>& head, std::int64_t q0, std::int64_t panel) {
     const std::int64_t query = q0 + panel;
     const Unit* q_columns = head.q_columns + query * plan_.units_qk;
@@ -222,20 +223,34 @@ class KeyBlockTask {
     alignas(64) float weight_buffer[Isa::kRows * kWidth<Isa>];
     const bool p_is_weight = Isa::kPair == 1 && !(p_.softcap > 0);
     const std::ptrdiff_t ld_weight = p_is_weight ? kLdP<Isa> : kWidth<Isa>;
+    const std::int64_t group = p_is_weight ? kGroupTiles * Isa::kRows : Isa::kRows;
+    const auto p_at = [&](std::int64_t m) {
+      return b_.p_rows + m * kLdP<Isa> + panel / Isa::kPair;
+    };
+    const auto weight_at = [&](std::int64_t m) {
+      if constexpr (Isa::kPair == 1) {
+        return p_is_weight ? p_at(m) : weight_buffer;
+      } else {
+        return weight_buffer;
+      }
+    };
     Tile<Isa> tile;
     tile.neg_lse = head.neg_lse + query;
     tile.neg_delta = head.neg_delta + query;
-    for (std::int64_t m = 0; m < rows_; m += Isa::kRows) {
-      next_packs_.step();
-      const std::int64_t at = m * kLdP<Isa> + panel / Isa::kPair;
-      float* weight = weight_buffer;
-      if constexpr (Isa::kPair == 1) {
-        weight = p_is_weight ? b_.p_rows + at : weight_buffer;
+    for (std::int64_t begin = 0; begin < rows_; begin += group) {
+      const std::int64_t end = begin + group < rows_ ? begin + group : rows_;
+      for (std::int64_t m = begin; m < end; m += Isa::kRows) {
+        next_packs_.step();
+        const Visibility visibility = look(query, m, has_void, tile);
+        score(q_columns, visibility, tile, m, p_at(m), weight_at(m), ld_weight);
       }
-      const Visibility visibility = look(query, m, has_void, tile);
-      score(q_columns, visibility, tile, m, b_.p_rows + at, weight, ld_weight);
-      if (plan_.needs_ds) {
-        gradient(dout_columns, visibility, tile, m, weight, ld_weight, b_.ds_rows + at,
+      if (!plan_.needs_ds) {
+        continue;
+      }
+      for (std::int64_t m = begin; m < end; m += Isa::kRows) {
+        const Visibility visibility = look(query, m, has_void, tile);
+        gradient(dout_columns, visibility, tile, m, weight_at(m), ld_weight,
+                 b_.ds_rows + m * kLdP<Isa> + panel / Isa::kPair,
                  Isa::kPair == 2 ? b_.ds_pairs + m / 2 * kLdPairs<Isa> + panel : nullptr);
       }
     }
@@ -277,8 +292,8 @@ class KeyBlockTask {
                                       ds_pairs);
   }
 
-  // (7), in turn. The first key block that a query block sees stores, the last one writes dq while
-  // it is hot.
+  // (7), in turn, a part of the keys at a time. The first key block that a query block sees stores,
+  // the last one writes dq while it is hot.
   void add_to_dq(HeadPack<Isa>& head, std::int64_t head_index, std::int64_t q_block,
                  std::int64_t q0, std::int64_t rows_q) {
     const Range keys = band_.kv_range(q0, q0 + rows_q);
@@ -293,8 +308,17 @@ class KeyBlockTask {
     float* dq = head.dq + q0 * plan_.columns_qk;
     const Unit* ds = Isa::kPair == 2 ? b_.ds_pairs : b_.ds_rows;
     const std::ptrdiff_t ld_ds = Isa::kPair == 2 ? kLdPairs<Isa> : kLdP<Isa>;
-    multiply_panels<Isa, true>(rows_q, plan_.columns_qk, ds, ld_ds, b_.k_depth, rows_ / Isa::kPair,
-                               dq, plan_.columns_qk, kv_block_ > first, keys_of);
+    for (std::int64_t part = 0; part < rows_ / Isa::kPair; part += kDqDepth<Isa>) {
+      const auto keys_of_part = [&](std::int64_t m_begin, std::int64_t m_end) {
+        DepthRange range = keys_of(m_begin, m_end);
+        range.begin = range.begin < part ? part : range.begin;
+        range.end = range.end > part + kDqDepth<Isa> ? part + kDqDepth<Isa> : range.end;
+        return range;
+      };
+      multiply_panels<Isa, true>(rows_q, plan_.columns_qk, ds, ld_ds, b_.k_depth,
+                                 rows_ / Isa::kPair, dq, plan_.columns_qk,
+                                 kv_block_ > first || part > 0, keys_of_part);
+    }
     if (!k_all_finite_) {
       add_not_finite_keys(head, q0, rows_q);
     }

@@ -32,6 +32,16 @@ inline constexpr std::int64_t kBlockQ = 128 * Isa::kPair;
 template <class Isa>
 inline constexpr std::int64_t kMaxBlockKv = Isa::kPair == 1 ? 512 : 256;
 
+// Tiles of keys whose S^T is computed before their dP^T. Zen 5, f32, head_dim 128: 1.3 % less time
+// than one by one; 8 and 32 are within 0.2 % of it.
+inline constexpr std::int64_t kGroupTiles = 16;
+
+// Units of K that dQ += dS K takes at a time: a panel of them, 32 KB, stays in the first cache for
+// all queries of the block. Zen 5, f32, head_dim 128: the product takes 2.4 % less time than with
+// the whole key block.
+template <class Isa>
+inline constexpr std::int64_t kDqDepth = (32 << 10) / (4 * kWidth<Isa>);
+
 template <class Isa>
 FG_INLINE Blocks blocks_of(std::int64_t seqlen_q, std::int64_t seqlen_kv) {
   static_assert(kBlockQ<Isa> % kWidth<Isa> == 0 && kWidth<Isa> % kRowMultiple<Isa> == 0);
@@ -82,18 +92,17 @@ struct HeadPack {
   using Unit = typename Isa::Unit;
   Unit* q_columns;     // Q^T, B of S^T = K Q^T: [panel of rows][units_qk][kWidth]
   Unit* dout_columns;  // dO^T, B of dP^T = V dO^T: [panel of rows][units_v][kWidth]
-  Unit* q_depth;       // Q, B of dK += dS^T Q: [q block][panel of columns][rows of the block /
-                       // kPair][columns of the panel]
-  Unit* dout_depth;    // dO, B of dV += P^T dO: likewise
-  float* neg_lse;      // (rows): -lse; -inf: the row adds nothing
-  float* neg_delta;    // (rows): dlse - delta
-  float* dq;           // (rows, columns_qk): the sum so far
-  std::uint8_t*
-      q_not_finite;  // (rows): the row holds an infinity or NaN; q_depth has zeros instead
-  std::uint8_t* dout_not_finite;   // (rows): likewise, dout_depth
-  std::uint8_t* panel_has_void;    // (panels): a row that the mask shows adds nothing, because its
-                                   // lse is infinite
-  std::uint8_t* block_not_finite;  // (q blocks): one of the rows is marked
+  // Q, B of dK += dS^T Q: [q block][panel of columns][rows of the block / kPair][its columns]
+  Unit* q_depth;
+  Unit* dout_depth;               // dO, B of dV += P^T dO: likewise
+  float* neg_lse;                 // (rows): -lse; -inf: the row adds nothing
+  float* neg_delta;               // (rows): dlse - delta
+  float* dq;                      // (rows, columns_qk): the sum so far
+  std::uint8_t* q_not_finite;     // (rows): an infinity or NaN in it; q_depth has zeros instead
+  std::uint8_t* dout_not_finite;  // (rows): likewise, dout_depth
+  // (panels): a row that the mask shows adds nothing, because its lse is infinite.
+  std::uint8_t* panel_has_void;
+  std::uint8_t* block_not_finite;            // (q blocks): one of the rows is marked
   std::atomic<std::int32_t>* next_kv_block;  // (q blocks): whose turn it is to add to dq
 };
 
@@ -138,8 +147,8 @@ struct Job {
   std::int64_t group_end = 0;
   Blocks blocks;
   HeadPack<Isa>* heads = nullptr;  // (group_end - group_begin)
-  float* dk =
-      nullptr;  // sums of all keys from one part of the group to the next; null: the job is whole
+  // Sums of all keys from one part of the group to the next; null: the job is whole.
+  float* dk = nullptr;
   float* dv = nullptr;
 
   [[nodiscard]] std::int64_t num_packs() const { return (group_end - group_begin) * blocks.num_q; }

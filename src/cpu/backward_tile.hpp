@@ -60,7 +60,7 @@ template <class Isa, bool kMasked, bool kSoftcap>
   constexpr int kM = Isa::kRows;
   constexpr int kN = Isa::kVecs;
   Vec acc[kM][kN];
-  multiply<Isa, kM, kN, false>(k_rows, ld_k, q_columns, depth, acc);
+  multiply_logits<Isa, kM, kN>(k_rows, ld_k, q_columns, depth, acc);
   const Vec scale = Isa::set1(scores.scale);
   FG_UNROLL
   for (int n = 0; n < kN; ++n) {

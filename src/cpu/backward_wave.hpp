@@ -18,10 +18,10 @@ inline constexpr std::int64_t kMaxWaveJobs = 64;
 // Filled by one thread, before `ready`.
 template <class Isa>
 struct Wave {
-  alignas(Arena::kAlignment) std::atomic<std::int64_t> claimed;  // the number of the wave that it
-                                                                 // holds, or is being filled with
-  std::atomic<std::int64_t> ready;                               // likewise, once it is filled
-  std::atomic<int> left;                                         // threads that are done with it
+  // The number of the wave that it holds, or is being filled with.
+  alignas(Arena::kAlignment) std::atomic<std::int64_t> claimed;
+  std::atomic<std::int64_t> ready;  // likewise, once it is filled
+  std::atomic<int> left;            // threads that are done with it
   std::byte* memory;
   std::size_t bytes;
   Job<Isa>* jobs;  // (kMaxWaveJobs)

@@ -2,8 +2,7 @@
 // The kernels of the forward pass. An item's query rows stand along the vector lanes, in panels;
 // for each panel and key block
 //
-//   (1)  S^T = K Q^T                                     raw dot products, the sign of the scale
-//   already in Q
+//   (1)  S^T = K Q^T                                     Q has the sign of the scale already
 //        S^T = softcap * tanh(|scale| S^T / softcap)     if there is a softcap
 //        S^T = -inf where not visible
 //   (2)  m' = max(m, max_j S_j),  r = exp(|scale| (m - m')),  l = r l

@@ -69,9 +69,8 @@ struct ForwardSizes {
   std::int64_t head_words = 0;         // a row of Q or K
   std::int64_t padded_head_words = 0;  // the same in whole vectors
   std::int64_t columns = 0;            // a row of V or O in whole vectors
-  std::int64_t keys =
-      0;  // room for keys in a block: kForwardKeyBlock, less if no sequence has as many
-  std::int64_t rows = 0;           // room for query rows in an item, in whole tiles
+  std::int64_t keys = 0;  // room in a block: kForwardKeyBlock, less if no sequence has as many
+  std::int64_t rows = 0;  // room for query rows in an item, in whole tiles
   std::int64_t staging_words = 0;  // rows of Q that become columns of a panel together
 
   // A packed key block: a header, K (keys, padded_head_words), V in panels of (keys / unit, panel).

@@ -31,8 +31,8 @@ struct ForwardScratch {
   float* row_rescale = nullptr;        // (rows) its exp(m - m') in the present key block
   std::int64_t* keys_begin = nullptr;  // (rows) the keys that a row sees
   std::int64_t* keys_end = nullptr;    // (rows)
-  void* block =
-      nullptr;  // a key block that the thread packed for itself, where blocks are not shared
+  // A key block that the thread packed for itself, where blocks are not shared, and which it is.
+  void* block = nullptr;
   std::int64_t block_batch = -1;
   std::int64_t block_head = -1;
   std::int64_t block_begin = -1;
@@ -42,8 +42,7 @@ struct ForwardScratch {
 struct ForwardKernels {
   std::int64_t unit;   // elements in a word of Q, K, P and V
   std::int64_t lanes;  // floats in a vector
-  std::int64_t
-      panel;  // query rows or columns of V that stand side by side: the register tile's width
+  std::int64_t panel;  // query rows, or columns of V, side by side: the register tile's width
   // Packs keys block_begin + [0, kForwardKeyBlock) of the sequence, as far as they exist, to
   // `block`.
   void (*pack_block)(const ForwardCall&, const Sequence&, std::int64_t head_kv,

@@ -42,7 +42,7 @@ template <class Isa, int kM, int kN, bool kVisible>
                                           const typename Isa::Unit* q, std::ptrdiff_t depth,
                                           float* s, float* maxima) {
   typename Isa::Vec acc[kM][kN];
-  multiply<Isa, kM, kN, false>(k, ldk, q, depth, acc);
+  multiply_logits<Isa, kM, kN>(k, ldk, q, depth, acc);
   FG_UNROLL
   for (int n = 0; n < kN; ++n) {
     FG_UNROLL

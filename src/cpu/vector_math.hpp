@@ -7,7 +7,6 @@
 namespace flashgrad::cpu {
 
 inline constexpr float kLog2E = 1.44269504088896340736F;
-inline constexpr float kLn2 = 0.69314718055994530942F;
 
 // 2^x = 2^n * 2^f, n the nearest integer. The polynomials have the least maximum relative error on
 // |f| <= 1/2 among those with constant term 1 (by Lawson's iteration): degree 3 1.0e-4, a 39th of a

@@ -16,30 +16,69 @@
 
 namespace flashgrad::plan {
 
-Device parse_device(const std::string& json) {
+namespace {
+
+using nlohmann::json;
+
+// What is shown in tables: something, on one line.
+std::string parse_text(const json& object, const char* key) {
+  constexpr std::size_t kMaxLength = 1000;
+  if (!object.is_object() || !object.contains(key) || !object.at(key).is_string()) {
+    throw std::invalid_argument(std::string(key) + " must be a text");
+  }
+  std::string text = object.at(key).get<std::string>();
+  const auto hides = [](char c) { return (c >= 0 && c < ' ') || c == 0x7f; };
+  if (text.empty() || text.size() > kMaxLength || std::any_of(text.begin(), text.end(), hides)) {
+    throw std::invalid_argument(std::string(key) +
+                                " must have 1 to 1000 characters, none of which controls anything");
+  }
+  return text;
+}
+
+double parse_value(const json& figure, const DeviceField& field) {
+  if (!figure.is_object() || !figure.contains("value")) {
+    throw std::invalid_argument("must be an object with value and source");
+  }
+  const json& value = figure.at("value");
+  // Unknown, or the device has none, is allowed where the account can do without.
+  if (field.may_be_missing && value.is_null()) {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+  const double number = value.is_number() ? value.get<double>() : -1;
+  const bool missing = field.may_be_missing && number == 0;
+  if (!missing && !(number >= field.least && number <= field.most)) {
+    throw std::invalid_argument(
+        "must be " + std::string(field.may_be_missing ? "null, 0 or " : "") + "a number from " +
+        json(field.least).dump() + " to " + json(field.most).dump());
+  }
+  return number;
+}
+
+}  // namespace
+
+Device parse_device(const std::string& text) {
   Device device;
   try {
-    const nlohmann::json root = nlohmann::json::parse(json);
-    root.at("name").get_to(device.name);
-    root.at("what").get_to(device.what);
-    const nlohmann::json& figures = root.at("figures");
+    const json root = json::parse(text, nullptr, false);
+    if (!root.is_object()) {
+      throw std::invalid_argument("not a JSON object");
+    }
+    device.name = parse_text(root, "name");
+    device.what = parse_text(root, "what");
+    if (!root.contains("figures") || !root.at("figures").is_object()) {
+      throw std::invalid_argument("figures must be an object");
+    }
+    const json& figures = root.at("figures");
     for (const DeviceField& field : kDeviceFields) {
       if (!figures.contains(field.key)) {
         throw std::invalid_argument(std::string(field.key) + " is missing");
       }
-      const nlohmann::json& figure = figures.at(field.key);
-      device.*field.value = figure.at("value").is_null() ? std::numeric_limits<double>::quiet_NaN()
-                                                         : figure.at("value").get<double>();
-      // Unknown, or the device has none, is allowed where the account can do without.
-      const double value = device.*field.value;
-      if (field.may_be_missing ? value < 0 || std::isinf(value)
-                               : !(value > 0) || std::isinf(value)) {
-        throw std::invalid_argument(std::string(field.key) + " must be " +
-                                    (field.may_be_missing ? "null, 0 or more" : "more than 0"));
-      }
-      device.sources.push_back(figure.at("source").get<std::string>());
-      if (device.sources.back().empty()) {
-        throw std::invalid_argument(std::string(field.key) + " has no source");
+      const json& figure = figures.at(field.key);
+      try {
+        device.*field.value = parse_value(figure, field);
+        device.sources.push_back(parse_text(figure, "source"));
+      } catch (const std::invalid_argument& error) {
+        throw std::invalid_argument(std::string(field.key) + ": " + error.what());
       }
     }
     for (const auto& [key, figure] : figures.items()) {
@@ -48,8 +87,13 @@ Device parse_device(const std::string& json) {
         throw std::invalid_argument(key + " is not a figure of a device");
       }
     }
-  } catch (const std::exception& error) {
-    throw std::invalid_argument("device '" + device.name + "': " + error.what());
+    if (device.sm_count != std::floor(device.sm_count)) {
+      throw std::invalid_argument("sm_count: must be a whole number");
+    }
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(
+        (device.name.empty() ? "device file" : "device '" + device.name + "'") + ": " +
+        error.what());
   }
   return device;
 }

@@ -43,10 +43,13 @@ struct DeviceField {
   const char* key;
   double Device::*value;
   bool may_be_missing = false;
+  // Beyond any machine, and times stay finite.
+  double least = 1e-3;
+  double most = 1e18;
 };
 
 inline constexpr DeviceField kDeviceFields[] = {
-    {"sm_count", &Device::sm_count},
+    {"sm_count", &Device::sm_count, false, 1, 1 << 16},
     {"clock_mhz", &Device::clock_mhz},
     {"mma_flop_per_clk", &Device::mma_flop_per_clk},
     {"exp_per_clk", &Device::exp_per_clk},

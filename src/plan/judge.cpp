@@ -10,7 +10,8 @@ std::vector<check::OutputResult> judge_gradients(HeadData& data) {
   problem.batch = problem.heads_q = problem.heads_kv = 1;
   problem.seqlen_q = problem.max_seqlen_q = data.queries;
   problem.seqlen_kv = problem.max_seqlen_kv = data.keys;
-  problem.head_dim = problem.head_dim_v = data.head_dim;
+  problem.head_dim = data.head_dim;
+  problem.head_dim_v = data.head_dim_v;
   problem.has_dout = problem.wants_dq = problem.wants_dk = problem.wants_dv = true;
   problem.mask.right = data.causal ? 0 : kUnbounded;
   problem.scale = static_cast<double>(data.scale);
@@ -21,13 +22,13 @@ std::vector<check::OutputResult> judge_gradients(HeadData& data) {
   Args args;
   args.q = tensor(data.q, DType::kBF16, data.head_dim);
   args.k = tensor(data.k, DType::kBF16, data.head_dim);
-  args.v = tensor(data.v, DType::kBF16, data.head_dim);
-  args.out = tensor(data.out, DType::kBF16, data.head_dim);
-  args.dout = tensor(data.dout, DType::kBF16, data.head_dim);
+  args.v = tensor(data.v, DType::kBF16, data.head_dim_v);
+  args.out = tensor(data.out, DType::kBF16, data.head_dim_v);
+  args.dout = tensor(data.dout, DType::kBF16, data.head_dim_v);
   args.lse = tensor(data.lse, DType::kF32, 1);
   args.dq = tensor(data.dq, DType::kF32, data.head_dim);
   args.dk = tensor(data.dk, DType::kF32, data.head_dim);
-  args.dv = tensor(data.dv, DType::kF32, data.head_dim);
+  args.dv = tensor(data.dv, DType::kF32, data.head_dim_v);
   check::ExpectedOptions options;
   options.given_out_lse = true;
   options.num_threads = 1;

@@ -91,6 +91,7 @@ struct Kernel {
   // not known; and bytes that a CTA moves once for all its pairs.
   int workers = 0;
   double tile_bytes = 0;
+  double start_cycles = 0;  // until a CTA has set up
   bool has_softmax = true;
 
   [[nodiscard]] double pairs() const { return static_cast<double>(queries) * keys; }
@@ -143,7 +144,7 @@ Kernel fa1_forward(int head_dim);
 Kernel standard_forward(int head_dim);
 
 // This library's kernels for Hopper, in their real configurations (src/cuda/sm90/*.def, and for
-// head dims above 128 bwd_wide_shared.cuh and bwd_wide_dq.cuh).
+// head dims above 128 wide_config.hpp).
 std::vector<Kernel> sm90_kernels();
 
 // The forward's for these head dims, and the backward's main kernel up to head dim 128: the ordered
@@ -151,6 +152,8 @@ std::vector<Kernel> sm90_kernels();
 // std::invalid_argument beyond them.
 const Kernel& sm90_forward_kernel(std::int64_t head_dim, std::int64_t head_dim_v);
 const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool cluster);
+// By its number in variants.def.
+const Kernel& sm90_backward_variant(int variant);
 
 // The configurations that were weighed for the Hopper backward: docs/model.md's table.
 std::vector<Kernel> weighed_kernels();

@@ -6,6 +6,7 @@
 
 #include "cuda/sm90/config.hpp"
 #include "cuda/sm90/fwd_config.hpp"
+#include "cuda/sm90/wide_config.hpp"
 #include "cuda/sm90/wide_tile.cuh"
 #include "plan/kernel.hpp"
 
@@ -15,22 +16,32 @@ namespace {
 // Bytes of a tile of 16-bit numbers.
 double half(double rows, double columns) { return rows * columns * 2; }
 
+constexpr const char* kBackwardNames[] = {
+#define FG_BWD_VARIANT(name, ...) #name,
+#include "cuda/sm90/variants.def"
+#undef FG_BWD_VARIANT
+};
+
+std::string backward_name(const char* variant) {
+  return std::string("sm90-backward-") + (variant + 1);  // without the k
+}
+
 // Lanes of an instruction a clock that a logit of the backward takes besides its exponential,
 // counted in bwd_consumer.cuh: a multiply-add, an addition and a product at the full rate of 128;
 // half a minimum; two roundings of pairs and two bits of unpacking at half that rate.
 constexpr double kSoftmaxLanes = 7.5;
+
+// Until a CTA of the backward has set up; fitted on benchmarks/results/2026-11-29-h200-peers.json,
+// backward of 1k.
+constexpr double kStartCycles = 2000;
 
 // bwd_wide.cuh: 64 queries x 64 keys; one warpgroup makes S, P and dV, the other dP, dS and dK, and
 // P crosses over. Some columns of K and V stay in registers. A pair shares the loads.
 Kernel wide_backward(int d, int dv) {
   constexpr int kRows = sm90::kBlockM;
   constexpr int kKeys = sm90::kWideKeys;
-  // WideShared's kAhead, kResidentK and kResidentV, kSlots, and the stages.
-  const bool ahead = d == 192 && dv == 128;
-  const int resident = ahead ? 128 : 64;
-  const int slots = ahead ? 4 : 2;
-  const int q_stages = d == 256 ? 3 : 4;
-  const int do_stages = d == 256 ? 2 : ahead ? 4 : 3;
+  const sm90::WideConfig c{d, dv, 2, false};
+  const int resident = c.resident();
   const auto shared = Space::kShared;
   const auto registers = Space::kRegisters;
   Kernel kernel{
@@ -40,7 +51,7 @@ Kernel wide_backward(int d, int dv) {
       .queries = kRows,
       .keys = kKeys,
       .head_dim = d,
-      .ctas = 2};
+      .ctas = c.cluster};
   kernel.products = {{"S, resident", kKeys, kRows, resident, registers, shared, registers},
                      {"S", kKeys, kRows, d - resident, shared, shared, registers},
                      {"dP, resident", kKeys, kRows, resident, registers, shared, registers},
@@ -58,15 +69,20 @@ Kernel wide_backward(int d, int dv) {
   kernel.global_traffic = {{"Q and dO", Level::kL2Load, landing / kernel.ctas},
                            {"dS", Level::kHbm, ds}};
   kernel.fp32_operations = kSoftmaxLanes * kernel.pairs();
-  kernel.shared_buffers = {{"K and V, not resident", half(kKeys, d + dv - 2 * resident)},
-                           {"Q", q_stages * half(kRows, d)},
-                           {"dO", do_stages * half(kRows, dv)},
-                           {"P, then dS, " + std::to_string(slots) + " slots", slots * ds},
-                           {"lse, delta", 2.0 * (ahead ? 8 : 4) * kRows * 4},
-                           {"barriers and the tile", 512}};
-  kernel.warpgroups = {{"S and dV", 232}, {"dP and dK", 232}, {"loads", 40}};
+  const auto bytes = [](int size) { return static_cast<double>(size); };
+  kernel.shared_buffers = {
+      {"K and V, not resident", bytes(c.k_bytes() + c.v_bytes())},
+      {"Q", bytes(c.q_stages() * c.q_bytes())},
+      {"dO", bytes(c.do_stages() * c.do_bytes())},
+      {"P, then dS, " + std::to_string(c.slots()) + " slots", bytes(c.slots() * c.slot_bytes())},
+      {"lse, delta", bytes(c.barrier_offset() - c.lse_offset())},
+      {"barriers and the tile", bytes(c.shared_bytes() - c.barrier_offset())}};
+  kernel.warpgroups = {{"S and dV", sm90::kWideRegisters},
+                       {"dP and dK", sm90::kWideRegisters},
+                       {"loads", sm90::kWideLoaderRegisters}};
   kernel.workers = 1;  // what one makes the other waits for
   kernel.tile_bytes = 2 * half(kKeys, d + dv);
+  kernel.start_cycles = kStartCycles;
   return kernel;
 }
 
@@ -74,26 +90,30 @@ Kernel wide_backward(int d, int dv) {
 Kernel wide_dq(int d) {
   constexpr int kRows = sm90::kWideDqRows;
   constexpr int kKeys = sm90::kWideKeys;
-  const int stages = d == 256 ? 3 : 4;
+  const sm90::WideDqConfig c{d, 2};
   Kernel kernel{.name = "sm90-backward-wide-dq-D" + std::to_string(d),
                 .description = "128x64, dq out of the dS in global memory",
                 .queries = kRows,
                 .keys = kKeys,
                 .head_dim = d,
-                .ctas = 2};
+                .ctas = c.cluster};
   kernel.products = {
       {"dQ", kRows, d, kKeys, Space::kShared, Space::kShared, Space::kRegisters, 1, kRows / 64}};
   const double ds = half(kRows, kKeys);
   const double k = half(kKeys, d);
   kernel.shared_traffic = {{"dS and K land", Use::kLanding, ds + k}};
   kernel.global_traffic = {{"dS", Level::kHbm, ds}, {"K", Level::kL2Load, k / kernel.ctas}};
-  kernel.shared_buffers = {{"dS and K", stages * (ds + k)},
-                           {"dq on its way out", half(kRows, d)},
-                           {"barriers and two tiles", 512}};
-  kernel.warpgroups = {{"consumer 0", 208}, {"consumer 1", 208}, {"loads", 88}};
+  kernel.shared_buffers = {{"dS and K, " + std::to_string(c.stages()) + " stages",
+                            static_cast<double>(c.staging_offset())},
+                           {"dq on its way out, barriers and two tiles",
+                            static_cast<double>(c.shared_bytes() - c.staging_offset())}};
+  kernel.warpgroups = {{"consumer 0", sm90::kWideDqRegisters},
+                       {"consumer 1", sm90::kWideDqRegisters},
+                       {"loads", sm90::kWideDqLoaderRegisters}};
   kernel.has_softmax = false;
   kernel.workers = 2;
   kernel.tile_bytes = half(kRows, d);
+  kernel.start_cycles = kStartCycles;
   return kernel;
 }
 
@@ -101,18 +121,13 @@ Kernel wide_dq(int d) {
 
 std::vector<Kernel> sm90_kernels() {
   std::vector<Kernel> all;
-  const char* const backward_names[] = {
-#define FG_BWD_VARIANT(name, ...) #name,
-#include "cuda/sm90/variants.def"
-#undef FG_BWD_VARIANT
-  };
   const char* const forward_names[] = {
 #define FG_FWD_VARIANT(name, ...) #name,
 #include "cuda/sm90/fwd_variants.def"
 #undef FG_FWD_VARIANT
   };
   const auto bytes = [](int size) { return static_cast<double>(size); };
-  const char* const* name = backward_names;
+  const char* const* name = kBackwardNames;
   for (const sm90::BwdConfig& c : sm90::kBwdConfigs) {
     // Without a cluster dq is made in pieces (bwd_dq.cuh).
     Kernel kernel = hopper_backward({.queries = sm90::kBlockM,
@@ -121,7 +136,7 @@ std::vector<Kernel> sm90_kernels() {
                                      .consumers = sm90::BwdConfig::kConsumers,
                                      .dq_passes = c.cluster == 2 ? 1 : c.dq_pieces(),
                                      .cluster = c.cluster});
-    kernel.name = std::string("sm90-backward-") + (*name++ + 1);
+    kernel.name = backward_name(*name++);
     kernel.shared_buffers = {{"as BwdConfig lays it out", bytes(c.shared_bytes())}};
     kernel.warpgroups = {{"consumer 0", c.consumer_registers},
                          {"consumer 1", c.consumer_registers},
@@ -129,6 +144,7 @@ std::vector<Kernel> sm90_kernels() {
     kernel.fp32_operations = kSoftmaxLanes * kernel.pairs();
     kernel.workers = sm90::BwdConfig::kConsumers;
     kernel.tile_bytes = 4 * half(c.block_n(), c.head_dim);
+    kernel.start_cycles = kStartCycles;
     all.push_back(std::move(kernel));
   }
   name = forward_names;
@@ -179,6 +195,10 @@ const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool clu
                      (ordered   ? "Ordered"
                       : cluster ? "Cluster"
                                 : ""));
+}
+
+const Kernel& sm90_backward_variant(int variant) {
+  return find_kernel(backward_name(kBackwardNames[variant]));
 }
 
 }  // namespace flashgrad::plan

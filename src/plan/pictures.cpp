@@ -53,21 +53,25 @@ std::string gantt_svg(const Timeline& timeline, const std::string& title, int ma
     }
     const double y = kTop + kRow * interval.processor;
     const double x = interval.begin * scale;
-    const double wait = interval.waiting * scale;
-    const double width = (interval.end - interval.begin) * scale - wait;
+    const double wait_before = interval.waiting_before * scale;
+    const double wait = interval.waiting * scale - wait_before;
+    const double width = (interval.end - interval.begin) * scale - wait - wait_before;
     svg +=
         fmt::format("<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"{}\"/>\n",
-                    x, y, width, colour_of(interval.unit));
-    if (wait >= 0.05) {
-      svg += fmt::format(
-          "<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"#333\"/>\n",
-          x + width, y, wait);
+                    x + wait_before, y, width,
+                    interval.serves ? "#fff\" stroke=\"#000" : colour_of(interval.unit));
+    for (const auto& [at, length] : {std::pair{x, wait_before}, {x + wait_before + width, wait}}) {
+      if (length >= 0.05) {
+        svg += fmt::format(
+            "<rect x=\"{:.1f}\" y=\"{:.0f}\" width=\"{:.1f}\" height=\"8\" fill=\"#333\"/>\n", at,
+            y, length);
+      }
     }
   }
   return svg +
          fmt::format(
              "<text x=\"4\" y=\"{:.0f}\">{} processors of {:.0f} thousand cycles; a colour is "
-             "a head; dark: waiting for a turn</text>\n</svg>\n",
+             "a head; dark: waiting; white: serves a unit</text>\n</svg>\n",
              height - 6, processors, timeline.makespan / 1000);
 }
 
@@ -101,6 +105,42 @@ std::string bars_svg(const std::vector<Kernel>& kernels, const Device& device) {
       bar += kBar;
     }
     y += kGroup;
+  }
+  return svg + "</svg>\n";
+}
+
+std::string generations_svg(const std::vector<Kernel>& kernels,
+                            const std::vector<Device>& devices) {
+  constexpr double kNames = 140;
+  constexpr double kColumn = 190;
+  constexpr double kBar = 170;  // all of the time
+  constexpr double kRow = 34;
+  constexpr double kTop = 50;
+  std::string svg =
+      svg_head(kNames + kColumn * static_cast<double>(devices.size()),
+               kTop + kRow * static_cast<double>(kernels.size()) + 4,
+               "share of the time in which the tensor cores are busy, and what binds");
+  double x = kNames;
+  for (const Device& device : devices) {
+    svg += fmt::format("<text x=\"{:.0f}\" y=\"38\" font-weight=\"bold\">{}</text>\n", x,
+                       escaped(device.name));
+    double y = kTop;
+    for (const Kernel& kernel : kernels) {
+      if (x == kNames) {
+        svg += fmt::format("<text x=\"4\" y=\"{:.0f}\">{}</text>\n", y + 12, kernel.name);
+      }
+      const Account a = account(kernel, device);
+      const bool fits = a.overflows.empty();
+      svg += fmt::format(
+          "<rect x=\"{0:.0f}\" y=\"{1:.0f}\" width=\"{2}\" height=\"12\" fill=\"#eee\"/>\n<rect "
+          "x=\"{0:.0f}\" y=\"{1:.0f}\" width=\"{3:.1f}\" height=\"12\" fill=\"#4878d0\"/>\n<text "
+          "x=\"{0:.0f}\" y=\"{4:.0f}\" font-size=\"10\">{5}</text>\n",
+          x, y, kBar, fits ? a.busy() * kBar : 0, y + 23,
+          fits ? fmt::format("{:.0f} %, {}", 100 * a.busy(), name_of(a.bottleneck))
+               : std::string("does not fit"));
+      y += kRow;
+    }
+    x += kColumn;
   }
   return svg + "</svg>\n";
 }

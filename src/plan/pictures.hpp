@@ -12,11 +12,16 @@
 
 namespace flashgrad::plan {
 
-// Processors as rows, tiles as bars in the colour of their unit, their waiting dark at the end.
+// Processors as rows, tiles as bars in the colour of their unit, waiting dark before and behind
+// them; clusters that serve a unit are white.
 std::string gantt_svg(const Timeline& timeline, const std::string& title, int max_processors = 40);
 
 // Cycles of products, exponentials and shared memory of each kernel as bars.
 std::string bars_svg(const std::vector<Kernel>& kernels, const Device& device);
+
+// How long the tensor cores are busy at best, and what binds: a row for each kernel, a column for
+// each device.
+std::string generations_svg(const std::vector<Kernel>& kernels, const std::vector<Device>& devices);
 
 // Each buffer as a bar, on a logarithmic scale.
 std::string memory_svg(const MemoryPlan& standard, const MemoryPlan& recomputing);

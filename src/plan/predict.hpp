@@ -9,6 +9,8 @@
 
 #include "core/dtype.hpp"
 #include "core/mask.hpp"
+#include "plan/device.hpp"
+#include "plan/kernel.hpp"
 
 namespace flashgrad::plan {
 
@@ -24,6 +26,8 @@ struct Call {
   std::int64_t head_dim_v = 0;
   BandMask mask{};
   bool deterministic = false;
+  // Backward: units may be served (unit_pipeline.hpp); false: by kernels that did not yet.
+  bool may_serve = true;
 
   // Tokens of the batch.
   [[nodiscard]] std::int64_t tokens() const;
@@ -49,6 +53,24 @@ struct KernelTime {
   double busy = 0;           // share of them in which the tensor cores work
   double fixed_seconds = 0;  // that no clock changes: launch, memory
 };
+
+// How long a tile of a kernel takes that is not at the account's bound (pipeline.hpp), in cycles.
+struct TileTiming {
+  double step;
+  double tile;  // besides its steps
+  double busy;  // share of a step in which the tensor cores work
+};
+TileTiming tile_timing(const Kernel& kernel, const Device& device);
+// What turns at dq add in an ordered sm90 kernel: to a step, and to a tile, since the last to add
+// to a block turns the sums into dq.
+TileTiming turn_timing(const Kernel& kernel, const Device& device);
+
+// Seconds in which kernels that do nothing else move bytes of the device's memory.
+double stream_seconds(const Device& device, double bytes);
+
+// Bytes a clock that a CTA moves which serves a unit (unit_pipeline.hpp). Fitted so that at full 1k
+// they take 9 to 10 % of the SMs' time (docs/gpu-backward.md).
+inline constexpr double kServedBytesPerClk = 30;
 
 // What the sm90 backend launches for a call on an H200, in order.
 std::vector<KernelTime> predict_sm90_kernels(const Call& call);

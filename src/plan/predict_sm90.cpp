@@ -15,7 +15,8 @@ namespace flashgrad::plan {
 namespace {
 
 // Fitted, each on the file that is named (benchmarks/results); all else follows from the account,
-// the schedule and the device. docs/model.md says how well they do on what they were not fitted on.
+// the schedule, the device, and in kernels_sm90.cpp a start. docs/model.md says how well they do on
+// what they were not fitted on.
 //
 // h200_clocks_2026-11-29.json: clocks that were read in prototypes of one kernel.
 constexpr double kCoolMhz = 1795;
@@ -26,9 +27,7 @@ constexpr double kBusyShare = 0.7;
 // which does nothing but read and write, reaches of the memory's rate.
 constexpr double kLaunchSeconds = 4e-6;
 constexpr double kStreamShare = 0.65;
-// 2026-11-29-h200-peers.json, backward of 1k: a CTA starts and sets up.
-constexpr double kCtaCycles = 2000;
-// The same file, full 16k: what a step takes longer in an ordered kernel. At head_dim
+// 2026-11-29-h200-peers.json, full 16k: what a step takes longer in an ordered kernel. At head_dim
 // 128 that is mostly dS sent by the consumers (config.hpp); what it is at 64 is not known.
 constexpr double kTurnCycles = 130;
 constexpr double kTurnCyclesD64 = 600;
@@ -42,28 +41,8 @@ double memory_cycles(const Device& device, double bytes) {
   return bytes / (device.hbm_bytes_per_s / (device.sm_count * kCoolMhz * 1e6));
 }
 
-struct Timing {
-  double step;
-  double tile;  // besides its steps
-  double busy;  // share of a step in which the tensor cores work
-};
-
-Timing timing(const Kernel& kernel, const Device& device) {
-  double streamed = 0;
-  for (const GlobalTraffic& traffic : kernel.global_traffic) {
-    streamed += traffic.level == Level::kHbm ? traffic.bytes : 0;
-  }
-  Timing t{};
-  t.step = std::max(step_cycles(kernel, device), memory_cycles(device, streamed / kStreamShare));
-  // Nothing hides the first loads, the first products and the results.
-  t.tile = t.step + memory_cycles(device, kernel.tile_bytes);
-  t.busy = account(kernel, device).mma / t.step;
-  return t;
-}
-
 KernelTime memory_kernel(const char* name, const Device& device, double bytes) {
-  return {.name = name,
-          .fixed_seconds = kLaunchSeconds + bytes / (kStreamShare * device.hbm_bytes_per_s)};
+  return {.name = name, .fixed_seconds = kLaunchSeconds + stream_seconds(device, bytes)};
 }
 
 ScheduleProblem schedule_of(const Call& call) {
@@ -80,17 +59,23 @@ ScheduleProblem schedule_of(const Call& call) {
   return problem;
 }
 
-KernelTime list_kernel(const std::string& name, const std::vector<WorkTile>& tiles, int processors,
-                       const Timing& t) {
-  const double cycles = list_makespan(tiles, processors, t.step, t.tile);
+// A kernel whose tiles run on the machine in their order.
+KernelTime tiles_kernel(const Kernel& kernel, const std::vector<WorkTile>& tiles,
+                        const ScheduleProblem& problem, const Policy& policy,
+                        const Machine& machine, const TileTiming& t) {
+  const double cycles = simulate(problem, tiles, policy, machine).makespan;
   double steps = 0;
   for (const WorkTile& tile : tiles) {
     steps += static_cast<double>(tile.steps);
   }
-  return {.name = name,
+  return {.name = kernel.name,
           .cycles = cycles,
-          .busy = steps * t.step * t.busy / (processors * cycles),
+          .busy = steps * t.step * t.busy / (machine.processors * cycles),
           .fixed_seconds = kLaunchSeconds};
+}
+
+Machine machine_of(int processors, const TileTiming& t) {
+  return {.processors = processors, .step_cycles = t.step, .tile_cycles = t.tile};
 }
 
 std::vector<KernelTime> forward_kernels(const Call& call, const Device& device) {
@@ -100,13 +85,15 @@ std::vector<KernelTime> forward_kernels(const Call& call, const Device& device) 
   const TileSize tile{.rows = kernel.queries, .keys = kernel.keys};
   const auto processors = static_cast<int>(device.sm_count);
   problem.section = kernel_section(problem, policy, tile, processors, device.l2_bytes);
+  const TileTiming t = tile_timing(kernel, device);
   return {memory_kernel("list", device, 0),
-          list_kernel(kernel.name, launch_order(problem, policy, tile), processors,
-                      timing(kernel, device))};
+          tiles_kernel(kernel, launch_order(problem, policy, tile), problem, policy,
+                       machine_of(processors, t), t)};
 }
 
 std::vector<KernelTime> wide_kernels(const Call& call, const Device& device) {
   const ScheduleProblem problem = schedule_of(call);
+  const Policy& policy = find_policy(true, "sections");
   const std::string d = call.head_dim <= 192 ? "D192" : "D256";
   const Kernel& keys = find_kernel("sm90-backward-wide-" + d +
                                    (d == "D192" && call.head_dim_v <= 128 ? "V128" : ""));
@@ -118,77 +105,64 @@ std::vector<KernelTime> wide_kernels(const Call& call, const Device& device) {
        wide_launch_order(problem, sms, static_cast<std::int64_t>(device.l2_bytes))) {
     for (const auto& [kernel, tiles] :
          {std::pair(&keys, &pass.keys), std::pair(&queries, &pass.queries)}) {
-      Timing t = timing(*kernel, device);
-      t.tile += kCtaCycles;
-      kernels.push_back(list_kernel(kernel->name, *tiles, processors, t));
+      const TileTiming t = tile_timing(*kernel, device);
+      kernels.push_back(
+          tiles_kernel(*kernel, *tiles, problem, policy, machine_of(processors, t), t));
     }
   }
   return kernels;
 }
 
-KernelTime ordered_kernel(const Kernel& kernel, const std::vector<WorkTile>& tiles,
-                          const ScheduleProblem& problem, const Policy& policy, int processors,
-                          Timing t) {
-  // The last to add to a block reads the sums and writes dq: as many blocks as its keys have rows.
-  const double finished = static_cast<double>(kernel.keys) * kernel.head_dim * (4 + 2);
-  t.tile += memory_cycles(find_device("h200"), finished);
-  const Machine machine{.processors = processors,
-                        .step_cycles = t.step / (1 + kJitter / 2 + kSpread / 2),
-                        .tile_cycles = t.tile,
-                        .signal_cycles = kSignalCycles,
-                        .turn_cycles = kernel.head_dim == 64 ? kTurnCyclesD64 : kTurnCycles,
-                        .jitter = kJitter,
-                        .processor_spread = kSpread};
-  const double cycles = simulate(problem, tiles, policy, machine).makespan;
-  KernelTime time = list_kernel(kernel.name, tiles, processors, t);
-  time.busy *= time.cycles / cycles;
-  time.cycles = cycles;
-  return time;
-}
-
-// Head dims up to 128.
-KernelTime main_kernel(const Call& call, const Device& device) {
-  const std::int64_t width = std::max(call.head_dim, call.head_dim_v);
-  const Kernel& kernel =
-      sm90_backward_kernel(width, call.deterministic,
-                           width > 96 && sm90::wants_cluster(call.mask, !call.lengths.empty(),
-                                                             call.seqlen, call.seqlen));
+// Head dims up to 128: prepare, the main kernel, and finish where the main one does not do that.
+std::vector<KernelTime> main_kernels(const Call& call, const Device& device) {
   ScheduleProblem problem = schedule_of(call);
-  const Policy& policy = find_policy(true, call.deterministic ? "turns-sm90" : "sections");
+  Problem p = problem.to_problem();
+  p.deterministic = call.deterministic;
+  const Kernel& kernel = sm90_backward_variant(sm90::find_variant(p, call.deterministic));
   const auto sms = static_cast<int>(device.sm_count);
+  const int processors = sms / kernel.ctas;
   const TileSize tile{.keys = kernel.keys,
                       .cluster = kernel.ctas,
                       .max_round = std::clamp(sms / (2 * kernel.ctas), 1, 32),
-                      .slots = sms / kernel.ctas};
-  const int processors = sms / kernel.ctas;
+                      .slots = processors};
+  const bool serves = call.may_serve && planned_section(problem, tile) > 0;
+  const Policy& policy = find_policy(true, call.deterministic ? "turns-sm90"
+                                           : serves           ? "units"
+                                                              : "sections");
   problem.section = kernel_section(problem, policy, tile, processors, device.l2_bytes);
-  const std::vector<WorkTile> tiles = launch_order(problem, policy, tile);
-  Timing t = timing(kernel, device);
-  t.tile += kCtaCycles;
-  return call.deterministic ? ordered_kernel(kernel, tiles, problem, policy, processors, t)
-                            : list_kernel(kernel.name, tiles, processors, t);
+  TileTiming t = tile_timing(kernel, device);
+  Machine machine = machine_of(processors, t);
+  if (call.deterministic) {
+    const TileTiming turns = turn_timing(kernel, device);
+    machine.tile_cycles += turns.tile;
+    machine.turn_cycles = turns.step;
+    machine.step_cycles /= 1 + kJitter / 2 + kSpread / 2;
+    machine.signal_cycles = kSignalCycles;
+    machine.jitter = kJitter;
+    machine.processor_spread = kSpread;
+  }
+  machine.served_bytes_per_clk = kServedBytesPerClk * kernel.ctas;
+  const EndBytes ends = end_bytes(problem, policy, tile);
+  std::vector<KernelTime> kernels = {
+      memory_kernel("prepare", device, ends.prepare),
+      tiles_kernel(kernel, launch_order(problem, policy, tile), problem, policy, machine, t)};
+  if (ends.finish > 0) {
+    kernels.push_back(memory_kernel("finish", device, ends.finish));
+  }
+  return kernels;
 }
 
 std::vector<KernelTime> backward_kernels(const Call& call, const Device& device) {
-  const auto rows = static_cast<double>(call.tokens() * call.heads_q);
-  const std::int64_t widest = std::max(call.head_dim, call.head_dim_v);
-  const bool wide = widest > 128;
-  const bool sums = !wide && !call.deterministic;
-  const double width = widest <= 64 ? 64 : widest <= 96 ? 96 : 128;
-  // out and dout are read; the f32 sums of dq are cleared, and read and converted at the end.
-  std::vector<KernelTime> kernels = {
-      memory_kernel("prepare", device,
-                    rows * (4 * static_cast<double>(call.head_dim_v) + (sums ? 4 * width : 0)))};
-  if (wide) {
+  std::vector<KernelTime> kernels;
+  if (std::max(call.head_dim, call.head_dim_v) > 128) {
+    // out and dout are read.
+    const auto rows = static_cast<double>(call.tokens() * call.heads_q);
+    kernels = {memory_kernel("prepare", device, rows * 4 * static_cast<double>(call.head_dim_v))};
     for (KernelTime& kernel : wide_kernels(call, device)) {
       kernels.push_back(std::move(kernel));
     }
   } else {
-    kernels.push_back(main_kernel(call, device));
-  }
-  if (sums) {
-    kernels.push_back(memory_kernel("finish", device,
-                                    rows * (4 * width + 2 * static_cast<double>(call.head_dim))));
+    kernels = main_kernels(call, device);
   }
   if (!sm90::hides_nothing(call.mask)) {
     kernels.push_back(memory_kernel("repair", device, 0));
@@ -197,6 +171,31 @@ std::vector<KernelTime> backward_kernels(const Call& call, const Device& device)
 }
 
 }  // namespace
+
+TileTiming tile_timing(const Kernel& kernel, const Device& device) {
+  double streamed = 0;
+  for (const GlobalTraffic& traffic : kernel.global_traffic) {
+    streamed += traffic.level == Level::kHbm ? traffic.bytes : 0;
+  }
+  TileTiming t{};
+  t.step = std::max(step_cycles(kernel, device), memory_cycles(device, streamed / kStreamShare));
+  // Nothing hides the first loads, the first products and the results.
+  t.tile = t.step + memory_cycles(device, kernel.tile_bytes) + kernel.start_cycles;
+  t.busy = account(kernel, device).mma / t.step;
+  return t;
+}
+
+TileTiming turn_timing(const Kernel& kernel, const Device& device) {
+  // As many rows as it has keys: sums are read, dq is written.
+  const double finished = static_cast<double>(kernel.keys) * kernel.head_dim * (4 + 2);
+  return {.step = kernel.head_dim == 64 ? kTurnCyclesD64 : kTurnCycles,
+          .tile = memory_cycles(device, finished),
+          .busy = 0};
+}
+
+double stream_seconds(const Device& device, double bytes) {
+  return bytes / (kStreamShare * device.hbm_bytes_per_s);
+}
 
 const char* name_of(Regime regime) { return regime == Regime::kCool ? "cool" : "sustained"; }
 

@@ -80,11 +80,34 @@ void RoleWriter::product(const std::string& name, const std::vector<Access>& acc
        0});
 }
 
+void RoleWriter::store_scaled(const Access& sum, View stage, const View& rows, float factor) {
+  const int columns = sum.view.columns / 2;
+  stage.stride = columns * 4;
+  stage.columns = columns;
+  stage.element = Element::kF32;
+  for (int half = 0; half < 2; ++half) {
+    const auto part = [&](const View& view) {
+      return view.part(0, view.rows, columns * half, columns);
+    };
+    const Access staged{stage, sum.value, 2 * sum.step + half};
+    compute(sum.value, {{part(sum.view), sum.value, sum.step}}, {staged},
+            [factor](const std::vector<Matrix>& in) {
+              Matrix scaled = in[0];
+              for (float& value : scaled.values) {
+                value *= factor;
+              }
+              return std::vector<Matrix>{scaled};
+            });
+    compute(sum.value, {staged}, {{part(rows), "result", 0}});
+  }
+}
+
 Access global_input(const HeadData& data, GlobalTensor tensor, int row, int rows, int column,
                     int columns) {
   const bool statistic = tensor == kGlobalLse || tensor == kGlobalDelta;
   const Element element = statistic ? Element::kF32 : Element::kBf16;
-  const int width = statistic ? 1 : data.head_dim;
+  const bool of_v = tensor == kGlobalV || tensor == kGlobalDout;
+  const int width = statistic ? 1 : of_v ? data.head_dim_v : data.head_dim;
   View whole{"global memory", Store::kGlobal, tensor, 0, width * size_of(element), 0, 0, element};
   View view = whole.part(row, rows, column, columns);
   if (statistic) {  // as a row of numbers
@@ -136,28 +159,32 @@ Matrix ds_of(const std::vector<Matrix>& in) {
   return ds;
 }
 
-HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint64_t seed) {
+HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint64_t seed,
+                     int head_dim_v) {
+  const int width_v = head_dim_v > 0 ? head_dim_v : head_dim;
   HeadData data;
   data.queries = queries;
   data.keys = keys;
   data.head_dim = head_dim;
+  data.head_dim_v = width_v;
   data.causal = causal;
   data.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim)));
   std::mt19937_64 generator(seed);
   std::normal_distribution<float> normal;
-  const auto fill = [&](std::vector<std::uint16_t>& tensor, int rows) {
-    tensor.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(head_dim));
+  const auto fill = [&](std::vector<std::uint16_t>& tensor, int rows, int width) {
+    tensor.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(width));
     for (std::uint16_t& bits : tensor) {
       bits = f32_to_bf16(normal(generator));
     }
   };
-  fill(data.q, queries);
-  fill(data.k, keys);
-  fill(data.v, keys);
-  fill(data.dout, queries);
-  const auto element = [head_dim](const std::vector<std::uint16_t>& tensor, int row, int column) {
+  fill(data.q, queries, head_dim);
+  fill(data.k, keys, head_dim);
+  fill(data.v, keys, width_v);
+  fill(data.dout, queries, width_v);
+  const auto element = [](const std::vector<std::uint16_t>& tensor, int row, int column,
+                          int width) {
     return static_cast<double>(
-        bf16_to_f32(tensor[static_cast<std::size_t>(row) * static_cast<std::size_t>(head_dim) +
+        bf16_to_f32(tensor[static_cast<std::size_t>(row) * static_cast<std::size_t>(width) +
                            static_cast<std::size_t>(column)]));
   };
   const Band band = data.band();
@@ -167,20 +194,21 @@ HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint
     for (int key = 0; key < keys; ++key) {
       double dot = 0;
       for (int i = 0; i < head_dim; ++i) {
-        dot += element(data.q, row, i) * element(data.k, key, i);
+        dot += element(data.q, row, i, head_dim) * element(data.k, key, i, head_dim);
       }
       p[static_cast<std::size_t>(key)] =
           band.visible(row, key) ? std::exp(static_cast<double>(data.scale) * dot) : 0;
       sum += p[static_cast<std::size_t>(key)];
     }
     double delta = 0;
-    for (int i = 0; i < head_dim; ++i) {
+    for (int i = 0; i < width_v; ++i) {
       double out = 0;
       for (int key = 0; key < keys; ++key) {
-        out += p[static_cast<std::size_t>(key)] * element(data.v, key, i);
+        out += p[static_cast<std::size_t>(key)] * element(data.v, key, i, width_v);
       }
       data.out.push_back(f32_to_bf16(static_cast<float>(out / sum)));
-      delta += static_cast<double>(bf16_to_f32(data.out.back())) * element(data.dout, row, i);
+      delta +=
+          static_cast<double>(bf16_to_f32(data.out.back())) * element(data.dout, row, i, width_v);
     }
     data.lse.push_back(static_cast<float>(std::log(sum)));
     data.lse_log2.push_back(static_cast<float>(std::log(sum) * kLog2E));
@@ -189,6 +217,7 @@ HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint
   data.dq.assign(data.q.size(), 0);
   data.dk.assign(data.k.size(), 0);
   data.dv.assign(data.v.size(), 0);
+  data.ds.assign(static_cast<std::size_t>(queries) * static_cast<std::size_t>(keys), 0);
   return data;
 }
 
@@ -218,6 +247,17 @@ const std::vector<ProgramChoice>& programs() {
        [](const HeadData& data, int first_key) {
          return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD128Ordered));
        }},
+      {"sm90-wide-d192-v128", "sm90-backward-wide-D192V128", 128, 192, sm90_wide_program, 128,
+       nullptr, "sm90-wide-dq-d192"},
+      {"sm90-wide-d192", "sm90-backward-wide-D192", 128, 192, sm90_wide_program, 192, nullptr,
+       "sm90-wide-dq-d192"},
+      {"sm90-wide-d256", "sm90-backward-wide-D256", 128, 256, sm90_wide_program, 256, nullptr,
+       "sm90-wide-dq-d256"},
+      {"sm90-wide-dq-d192", "sm90-backward-wide-dq-D192", 0, 192,
+       [](const HeadData& data, int) { return sm90_wide_dq_program(data); }, 128,
+       "sm90-wide-d192-v128"},
+      {"sm90-wide-dq-d256", "sm90-backward-wide-dq-D256", 0, 256,
+       [](const HeadData& data, int) { return sm90_wide_dq_program(data); }, 256, "sm90-wide-d256"},
   };
   return kPrograms;
 }
@@ -233,9 +273,13 @@ const ProgramChoice& find_program(const std::string& name) {
   throw std::invalid_argument("no program '" + name + "', want one of: " + names);
 }
 
-SimulationResult run_backward(const ProgramChoice& program, HeadData& data, std::uint64_t seed) {
+namespace {
+
+// One program, for all keys.
+SimulationResult run_all_keys(const ProgramChoice& program, HeadData& data, std::uint64_t seed) {
   SimulationResult result;
-  for (int first_key = 0; first_key < data.keys; first_key += program.keys) {
+  const int keys = program.keys > 0 ? program.keys : data.keys;
+  for (int first_key = 0; first_key < data.keys; first_key += keys) {
     SimulationResult part = run(program.make(data, first_key), data, seed);
     result.faults.insert(result.faults.end(), part.faults.begin(), part.faults.end());
     if (first_key == 0) {
@@ -248,8 +292,27 @@ SimulationResult run_backward(const ProgramChoice& program, HeadData& data, std:
       }
     }
   }
-  for (float& x : data.dq) {
-    x *= data.scale;
+  return result;
+}
+
+}  // namespace
+
+SimulationResult run_backward(const ProgramChoice& program, HeadData& data, std::uint64_t seed) {
+  std::vector<Fault> faults;
+  const auto run_other = [&](const char* name) {
+    if (name != nullptr) {
+      const std::vector<Fault> found = run_all_keys(find_program(name), data, seed).faults;
+      faults.insert(faults.end(), found.begin(), found.end());
+    }
+  };
+  run_other(program.before);
+  SimulationResult result = run_all_keys(program, data, seed);
+  run_other(program.after);
+  result.faults.insert(result.faults.end(), faults.begin(), faults.end());
+  if (program.before == nullptr && program.after == nullptr) {
+    for (float& x : data.dq) {
+      x *= data.scale;
+    }
   }
   return result;
 }

@@ -20,6 +20,16 @@ inline Matrix transposed(const Matrix& x) {
   return y;
 }
 
+inline Matrix rows_of(const Matrix& whole, int first, int rows) {
+  Matrix part(rows, whole.columns);
+  for (int row = 0; row < rows; ++row) {
+    for (int column = 0; column < whole.columns; ++column) {
+      part.at(row, column) = whole.at(first + row, column);
+    }
+  }
+  return part;
+}
+
 // sum += a b.
 void add_product(Matrix& sum, const Matrix& a, const Matrix& b);
 
@@ -122,6 +132,10 @@ class RoleWriter {
   void product(const std::string& name, const std::vector<Access>& accumulators,
                const std::vector<Access>& before, const std::vector<Access>& a,
                const std::vector<Access>& b, ProductShape shape);
+  // A sum, times `factor`, from registers to rows of global memory by way of shared memory that
+  // nobody reads any more. The kernels store 16-bit results; here they are f32, half the columns at
+  // a time.
+  void store_scaled(const Access& sum, View stage, const View& rows, float factor);
   void commit(std::vector<int> barriers = {}) {
     add({Kind::kCommit, "commit", step_, {}, {}, {}, std::move(barriers), 0});
   }

@@ -363,28 +363,11 @@ class Sm90 {
     }
   }
 
-  // From registers to global memory by way of the shared memory that the operand's own rows leave.
-  // The kernel stores 16-bit results; here they are f32, half the columns at a time.
+  // Through the shared memory that the operand's own rows leave.
   void store_rows(RoleWriter& role, const char* name, const View& registers, const View& place,
                   GlobalTensor tensor, int first_row, float factor) {
     const View all{"global memory", Store::kGlobal, tensor, 0, d_ * 4, 0, 0, Element::kF32};
-    for (int half = 0; half < 2; ++half) {
-      const int column = d_ / 2 * half;
-      View half_place = place;
-      half_place.stride = d_ / 2 * 4;
-      half_place.columns = d_ / 2;
-      half_place.element = Element::kF32;
-      const Access stage{half_place, name, half};
-      role.compute(name, {{registers.part(0, 64, column, d_ / 2), name, steps_ - 1}}, {stage},
-                   [factor](const std::vector<Matrix>& in) {
-                     Matrix scaled = in[0];
-                     for (float& value : scaled.values) {
-                       value *= factor;
-                     }
-                     return std::vector<Matrix>{scaled};
-                   });
-      role.compute(name, {stage}, {{all.part(first_row, 64, column, d_ / 2), "result", 0}});
-    }
+    role.store_scaled({registers, name, steps_ - 1}, place, all.part(first_row, 64, 0, d_), factor);
   }
 
   // Steps that are loaded before they are needed (bwd_dq.cuh).

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs tiles in launch order on processors, event by event, with turns at dq.
+// Runs tiles in launch order on processors, event by event, with turns at dq and clusters that
+// serve units.
 #include "plan/schedule.hpp"
 
 #include <algorithm>
@@ -50,24 +51,41 @@ struct Running {
   int processor = 0;
   std::int64_t step = 0;
   double begin = 0;
+  double waited_before = 0;
   double compute_done = 0;       // of `step`
   std::vector<double> add_done;  // of the last slack + 1 steps, by step modulo their number
 };
 
+// What is left to do with a unit whose clusters wait for each other.
+struct Unit {
+  std::int64_t adding = 0;     // tiles that have not ended
+  std::int64_t preparing = 0;  // clusters that have not yet
+  std::int64_t finishing = 0;
+};
+
 class Simulation {
  public:
+  // `keeps_adds`: of tiles that wait for no turns too.
   Simulation(const ScheduleProblem& problem, const std::vector<WorkTile>& tiles,
-             const Policy& policy, const Machine& machine)
-      : tiles_(tiles), machine_(machine), turns_(problem.backward ? policy.turns : Turns::kFree) {
+             const Policy& policy, const Machine& machine, bool keeps_adds)
+      : tiles_(tiles),
+        machine_(machine),
+        turns_(problem.backward ? policy.turns : Turns::kFree),
+        keeps_adds_(keeps_adds || turns_ != Turns::kFree) {
     first_step_.push_back(0);
     for (const WorkTile& tile : tiles) {
       first_step_.push_back(first_step_.back() + static_cast<std::size_t>(tile.steps));
     }
-    result_.add_times.resize(first_step_.back());
+    if (keeps_adds_) {
+      result_.add_times.resize(first_step_.back());
+    }
     if (turns_ == Turns::kKernel) {
       take_turns();
     } else if (turns_ != Turns::kFree) {
       assign_turns(problem, policy);
+    }
+    for (const WorkTile& tile : tiles) {
+      count(tile, 1);
     }
   }
 
@@ -95,12 +113,15 @@ class Simulation {
     if (capacity > 0) {
       double busy = 0;
       double waiting = 0;
+      double serving = 0;
       for (const Interval& interval : result_.intervals) {
         busy += interval.end - interval.begin;
         waiting += interval.waiting;
+        serving += interval.serves ? interval.end - interval.begin - interval.waiting : 0;
       }
       result_.idle = 1 - busy / capacity;
       result_.waiting = waiting / capacity;
+      result_.serving = serving / capacity;
     }
     return std::move(result_);
   }
@@ -128,7 +149,7 @@ class Simulation {
     if (turns_ == Turns::kPlanned) {
       Policy free = policy;
       free.turns = Turns::kFree;
-      planned = simulate(problem, tiles_, free, machine_).add_times;
+      planned = Simulation(problem, tiles_, free, machine_, true).run().add_times;
     }
     struct Visit {
       double key;
@@ -160,13 +181,58 @@ class Simulation {
     const double slow =
         machine_.processor_spread * pattern(1, static_cast<std::uint64_t>(running.processor));
     const double noise =
-        machine_.jitter * pattern(2 + running.tile, static_cast<std::uint64_t>(running.step));
+        machine_.jitter == 0
+            ? 0
+            : machine_.jitter * pattern(2 + running.tile, static_cast<std::uint64_t>(running.step));
     const double turn = turns_ == Turns::kFree ? 0 : machine_.turn_cycles;
     return machine_.step_cycles * (1 + slow + noise) + turn;
   }
 
+  // Cycles of all that a tile does itself.
+  double work_cycles(const Running& running) const {
+    const WorkTile& tile = tiles_[running.tile];
+    if (tile.serves) {
+      return tile.served_bytes / machine_.served_bytes_per_clk;
+    }
+    Running replay = running;
+    replay.step = 0;
+    if (machine_.jitter == 0) {
+      return machine_.tile_cycles + static_cast<double>(tile.steps) * step_cycles(replay);
+    }
+    double work = machine_.tile_cycles;
+    for (; replay.step < tile.steps; ++replay.step) {
+      work += step_cycles(replay);
+    }
+    return work;
+  }
+
   void push(double time, Event::Kind kind, std::int64_t index) {
     events_.push({time, num_events_++, kind, index});
+  }
+
+  // Adds `by` to what is left to do with the units that the tile is concerned with.
+  void count(const WorkTile& tile, int by) {
+    if (!tile.serves) {
+      units_[tile.unit].adding += by;
+      return;
+    }
+    if (tile.prepares >= 0) {
+      units_[tile.prepares].preparing += by;
+    }
+    if (tile.finishes >= 0) {
+      units_[tile.finishes].finishing += by;
+    }
+  }
+
+  // Whether nothing that the tile waits for before its first step is left to do.
+  bool may_begin(const WorkTile& tile) const {
+    const auto done = [this](std::int64_t unit, std::int64_t Unit::*left) {
+      const auto at = units_.find(unit);
+      return unit < 0 || at == units_.end() || at->second.*left == 0;
+    };
+    return tile.serves ? done(tile.finishes, &Unit::adding)
+                       : done(tile.awaits_prepared, &Unit::preparing) &&
+                             done(tile.awaits_finished, &Unit::finishing);
   }
 
   void start_next(int processor, double time) {
@@ -177,17 +243,39 @@ class Simulation {
     running.tile = next_++;
     running.processor = processor;
     running.begin = time;
-    running.add_done.resize(static_cast<std::size_t>(machine_.slack) + 1, time);
-    running.compute_done = time + machine_.tile_cycles + step_cycles(running);
+    running_.push_back(std::move(running));
+    const std::size_t index = running_.size() - 1;
+    if (may_begin(tiles_[running_[index].tile])) {
+      begin(index, time);
+    } else {
+      held_.push_back(index);
+    }
+  }
+
+  void begin(std::size_t index, double time) {
+    Running& running = running_[index];
+    running.waited_before = time - running.begin;
     const WorkTile& tile = tiles_[running.tile];
-    if (++heads_in_use_[tile.unit] == 1) {
+    if (!tile.serves && ++heads_in_use_[tile.unit] == 1) {
       bytes_in_use_ += tile.unit_bytes;
       result_.peak_bytes = std::max(result_.peak_bytes, bytes_in_use_);
       result_.peak_heads = std::max(result_.peak_heads, static_cast<double>(heads_in_use_.size()));
     }
-    running_.push_back(std::move(running));
-    push(running_.back().compute_done, Event::Kind::kReadyToAdd,
-         static_cast<std::int64_t>(running_.size()) - 1);
+    if (turns_ == Turns::kFree) {
+      // Nobody has to wait from here on.
+      if (keeps_adds_) {
+        double done = time + machine_.tile_cycles;
+        for (; running.step < tile.steps; ++running.step) {
+          done += step_cycles(running);
+          result_.add_times[step_index(running)] = done;
+        }
+      }
+      push(time + work_cycles(running), Event::Kind::kTileDone, static_cast<std::int64_t>(index));
+      return;
+    }
+    running.add_done.resize(static_cast<std::size_t>(machine_.slack) + 1, time);
+    running.compute_done = time + machine_.tile_cycles + step_cycles(running);
+    push(running.compute_done, Event::Kind::kReadyToAdd, static_cast<std::int64_t>(index));
   }
 
   std::size_t step_index(const Running& running) const {
@@ -196,14 +284,12 @@ class Simulation {
 
   void ready_to_add(std::size_t index, double time) {
     Running& running = running_[index];
-    if (turns_ != Turns::kFree) {
-      const std::size_t at = step_index(running);
-      if (next_turn_[block_[at]] != turn_[at]) {
-        waiting_[block_[at]].push_back(index);
-        return;
-      }
-      push(time + machine_.signal_cycles, Event::Kind::kTurnPassed, block_[at]);
+    const std::int64_t block = block_[step_index(running)];
+    if (next_turn_[block] != turn_[step_index(running)]) {
+      waiting_[block].push_back(index);
+      return;
     }
+    push(time + machine_.signal_cycles, Event::Kind::kTurnPassed, block);
     result_.add_times[step_index(running)] = time;
     const std::size_t stages = running.add_done.size();
     running.add_done[static_cast<std::size_t>(running.step) % stages] = time;
@@ -234,30 +320,41 @@ class Simulation {
   void finish(std::size_t index, double time) {
     const Running& running = running_[index];
     const WorkTile& tile = tiles_[running.tile];
-    double work = machine_.tile_cycles;
-    Running replay = running;
-    for (replay.step = 0; replay.step < tile.steps; ++replay.step) {
-      work += step_cycles(replay);
-    }
-    result_.intervals.push_back({running.processor, tile.unit, tile.first_row, running.begin, time,
-                                 std::max(time - running.begin - work, 0.0)});
+    const int processor = running.processor;
+    result_.intervals.push_back({processor, tile.unit, tile.first_row, running.begin, time,
+                                 std::max(time - running.begin - work_cycles(running), 0.0),
+                                 running.waited_before, tile.serves});
     result_.makespan = std::max(result_.makespan, time);
-    const auto in_use = heads_in_use_.find(tile.unit);
-    if (--in_use->second == 0) {
-      heads_in_use_.erase(in_use);
-      bytes_in_use_ -= tile.unit_bytes;
+    if (!tile.serves) {
+      const auto in_use = heads_in_use_.find(tile.unit);
+      if (--in_use->second == 0) {
+        heads_in_use_.erase(in_use);
+        bytes_in_use_ -= tile.unit_bytes;
+      }
     }
-    start_next(running.processor, time);
+    count(tile, -1);
+    const auto able = std::stable_partition(held_.begin(), held_.end(), [this](std::size_t held) {
+      return !may_begin(tiles_[running_[held].tile]);
+    });
+    const std::vector<std::size_t> released(able, held_.end());
+    held_.erase(able, held_.end());
+    for (const std::size_t other : released) {
+      begin(other, time);
+    }
+    start_next(processor, time);
   }
 
   const std::vector<WorkTile>& tiles_;
   const Machine& machine_;
   Turns turns_;
+  bool keeps_adds_;
   std::vector<std::size_t> first_step_;  // of each tile, among all steps
   std::vector<std::int64_t> block_;      // of each step
   std::vector<std::int64_t> turn_;       // of each step
   std::map<std::int64_t, std::int64_t> next_turn_;
   std::map<std::int64_t, std::vector<std::size_t>> waiting_;
+  std::map<std::int64_t, Unit> units_;
+  std::vector<std::size_t> held_;  // running tiles that may not begin yet
   std::map<std::int64_t, int> heads_in_use_;
   double bytes_in_use_ = 0;
   std::vector<Running> running_;
@@ -279,8 +376,10 @@ const std::vector<Policy>& policies(bool backward) {
   static const std::vector<Policy> kBackwardPolicies = {
       {"natural", "one head after the other, key blocks ascending", Launch::kNatural, false,
        Walk::kDescending, Turns::kFree},
-      {"sections", "sections of heads, key blocks ascending: the sm90 backward's", Launch::kNatural,
-       true, Walk::kDescending, Turns::kFree},
+      {"sections", "sections of heads, key blocks ascending: the sm90 backward's if none serve",
+       Launch::kNatural, true, Walk::kDescending, Turns::kFree},
+      {"units", "sections of heads whose units some clusters serve: the sm90 backward's if it can",
+       Launch::kNatural, true, Walk::kDescending, Turns::kFree, true},
       {"longest-first", "sections of heads, sorted by work", Launch::kLongestFirst, true,
        Walk::kDescending, Turns::kFree},
       {"turns-natural", "natural, query blocks ascending, turns by key block", Launch::kNatural,
@@ -310,21 +409,7 @@ const Policy& find_policy(bool backward, const std::string& name) {
 
 Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& tiles,
                   const Policy& policy, const Machine& machine) {
-  return Simulation(problem, tiles, policy, machine).run();
-}
-
-double list_makespan(const std::vector<WorkTile>& tiles, int processors, double step_cycles,
-                     double tile_cycles) {
-  std::priority_queue<double, std::vector<double>, std::greater<>> free_at(
-      std::greater<>(), std::vector<double>(static_cast<std::size_t>(processors), 0));
-  double makespan = 0;
-  for (const WorkTile& tile : tiles) {
-    const double end = free_at.top() + tile_cycles + step_cycles * static_cast<double>(tile.steps);
-    free_at.pop();
-    free_at.push(end);
-    makespan = std::max(makespan, end);
-  }
-  return makespan;
+  return Simulation(problem, tiles, policy, machine, false).run();
 }
 
 double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // In what order tiles run on the processors of a GPU, and what that costs: idle processors at the
 // end, waiting for turns at dq, and how much of the tensors is in use at a time. The tiles and
-// their orders come from the code that the sm90 kernels run (fwd_schedule.hpp, key_tile.cuh).
+// their orders come from the code that the sm90 kernels run (fwd_schedule.hpp, key_tile.cuh,
+// unit_pipeline.hpp).
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "core/mask.hpp"
+#include "core/problem.hpp"
 
 namespace flashgrad::plan {
 
@@ -30,6 +32,8 @@ struct ScheduleProblem {
   double l2_bytes = 60 << 20;
 
   [[nodiscard]] std::int64_t width_v() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
+  // As the kernels' headers take it, with all gradients wanted.
+  [[nodiscard]] Problem to_problem() const;
 };
 
 struct WorkTile {
@@ -47,6 +51,17 @@ struct WorkTile {
   // With the kernel's turns: the query block of each step, and the tile's turn there.
   std::vector<std::int64_t> visits;
   std::vector<std::int64_t> turns;
+  // Where units are served: units that have to be prepared, and finished, before it starts its
+  // steps; -1: none.
+  std::int64_t awaits_prepared = -1;
+  std::int64_t awaits_finished = -1;
+  // Of a cluster that serves unit `unit` instead of computing a tile of it: the units that it
+  // prepares, and finishes once their tiles have ended, and the bytes that it moves. Units beyond
+  // the last are served by several, each with a part.
+  bool serves = false;
+  std::int64_t prepares = -1;
+  std::int64_t finishes = -1;
+  double served_bytes = 0;
 };
 
 // How a launch order, a walk over the steps of a tile and the turns at dq go together.
@@ -67,6 +82,7 @@ struct Policy {
     kKernel,    // as the ordered sm90 kernels do: by key block, rotated where a mask hides nothing
     kPlanned,   // in the order of a run without turns: depends on the whole batch and the machine
   } turns;
+  bool serves = false;  // some clusters prepare and finish units for the others
 };
 
 const std::vector<Policy>& policies(bool backward);
@@ -83,6 +99,31 @@ struct TileSize {
 };
 std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy& policy,
                                    const TileSize& tile);
+
+// How the units of a call pass through the sm90 backward's main kernel (unit_pipeline.hpp), as its
+// launch plans it (bwd_plan.hpp) for `tile.slots` SMs or clusters, in sections of
+// ScheduleProblem::section units.
+struct ServedUnits {
+  std::string why_not;  // empty: they are served
+  std::int64_t section = 0;
+  std::int64_t slots = 0;
+  std::int64_t lead = 0;
+  std::int64_t lag = 0;
+  std::int64_t last_parts = 0;
+  double slot_bytes = 0;  // f32 sums of dq of a unit
+};
+ServedUnits served_units(const ScheduleProblem& problem, const TileSize& tile);
+// The launch's own section of units; 0 if it serves none.
+std::int64_t planned_section(const ScheduleProblem& problem, const TileSize& tile);
+// `launch_order` of a policy that serves; throws std::invalid_argument with `why_not`.
+std::vector<WorkTile> served_order(const ScheduleProblem& problem, const TileSize& tile);
+
+// What the kernels before and after the backward's main one move, up to head dim 128.
+struct EndBytes {
+  double prepare = 0;
+  double finish = 0;  // 0: there is no such kernel
+};
+EndBytes end_bytes(const ScheduleProblem& problem, const Policy& policy, const TileSize& tile);
 
 // The backward above head dim 128 runs in passes, each a kernel for the keys and one for dq
 // (docs/gpu-backward.md), with the workspace that it prefers. A tile of a cluster appears once.
@@ -103,6 +144,7 @@ struct Machine {
   int slack = 1;                // steps that the products may be ahead of the additions
   double jitter = 0;            // steps take up to this share longer, by a fixed pattern
   double processor_spread = 0;  // and processors are slower by up to this share
+  double served_bytes_per_clk = 64;  // that a processor moves which serves a unit
 };
 
 struct Interval {
@@ -111,7 +153,9 @@ struct Interval {
   std::int64_t first_row;
   double begin;
   double end;
-  double waiting;
+  double waiting;         // all of it
+  double waiting_before;  // before its first step
+  bool serves;
 };
 
 struct Timeline {
@@ -122,15 +166,12 @@ struct Timeline {
   double peak_bytes = 0;  // and their tensors
   bool deadlock = false;  // every processor waits for a tile that has not started
   std::vector<Interval> intervals;
-  std::vector<double> add_times;  // of all steps, in the order of `tiles` and their walks
+  double serving = 0;             // share of processors x makespan that serves units
+  std::vector<double> add_times;  // with turns: of all steps, in the order of tiles and walks
 };
 
 Timeline simulate(const ScheduleProblem& problem, const std::vector<WorkTile>& tiles,
                   const Policy& policy, const Machine& machine);
-
-// The makespan of tiles that wait for nobody on processors of one speed.
-double list_makespan(const std::vector<WorkTile>& tiles, int processors, double step_cycles,
-                     double tile_cycles);
 
 // Bytes that the tiles of a head share: q, dout and the f32 dq sums (backward), k and v (forward).
 double unit_bytes(const ScheduleProblem& problem, std::int64_t seqlen_q, std::int64_t seqlen_kv);

@@ -7,6 +7,7 @@
 
 #include "cuda/sm90/fwd_schedule.hpp"
 #include "cuda/sm90/key_tile.cuh"
+#include "cuda/sm90/unit_pipeline.hpp"
 #include "plan/schedule.hpp"
 
 namespace flashgrad::plan {
@@ -46,73 +47,130 @@ struct HostSequences {
   }
 };
 
-// `max_round`: of rotating tiles; negative: not an ordered kernel.
-template <int kKeys, int kCluster>
-std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_t section,
-                                     int max_round, int slots) {
-  const bool packed = !problem.packed_q.empty();
-  const HostSequences host(problem);
-  const std::vector<std::int32_t>& cu_kv = host.cu_kv;
-  sm90::BwdParams params{};
-  params.sequences = host.sequences;
-  params.heads_kv = problem.heads_kv;
-  params.group = problem.heads_q / problem.heads_kv;
-  params.head_dim = problem.head_dim;
-  params.head_dim_v = problem.width_v();
-  params.num_kv_blocks = sm90::num_blocks(packed, packed ? params.sequences.batch : 1,
-                                          params.sequences.rows_kv, std::int64_t{kKeys} * kCluster);
-  params.num_units = (packed ? 1 : problem.batch) * problem.heads_kv;
-  params.section = std::min(section, params.num_units);
-  if (max_round > 0) {
-    params.max_round = max_round;
-    params.round = kernel_round(problem, std::int64_t{kKeys} * kCluster, max_round);
+// The backward's tiles for one launch of its main kernel.
+class BackwardTiles {
+ public:
+  // `max_round`: of rotating tiles; negative: not an ordered kernel.
+  BackwardTiles(const ScheduleProblem& problem, const TileSize& tile, std::int64_t section,
+                int max_round)
+      : problem_(problem),
+        host_(problem),
+        form_{tile.keys, tile.cluster, max_round >= 0},
+        keys_(std::int64_t{tile.keys} * tile.cluster) {
+    if (tile.keys != 128 && (tile.keys != 256 || tile.cluster != 1)) {
+      throw std::invalid_argument("backward tiles have 128 keys, a cluster of two of them, or 256");
+    }
+    params_.sequences = host_.sequences;
+    params_.heads_kv = problem.heads_kv;
+    params_.group = problem.heads_q / problem.heads_kv;
+    params_.head_dim = problem.head_dim;
+    params_.head_dim_v = problem.width_v();
+    params_.num_kv_blocks = sm90::num_blocks(packed(), packed() ? params_.sequences.batch : 1,
+                                             params_.sequences.rows_kv, keys_);
+    params_.num_units = (packed() ? 1 : problem.batch) * problem.heads_kv;
+    params_.section = std::min(section, params_.num_units);
+    if (max_round > 0) {
+      params_.max_round = max_round;
+      params_.round = kernel_round(problem, keys_, max_round);
+    }
   }
-  std::vector<sm90::PackedTile> order;
-  auto num_tiles = static_cast<std::uint32_t>(params.num_units * params.num_kv_blocks);
-  if (packed && slots > 0) {
-    order = sm90::packed_order({.of_keys = true,
-                                .last_block_first = false,
-                                .tile_rows = kKeys * kCluster,
-                                .heads = static_cast<std::uint32_t>(problem.heads_kv),
-                                .heads_per_key = 1,
-                                .slots = static_cast<std::uint32_t>(slots),
-                                .l2_rows = rows_in_l2(problem, problem.l2_bytes),
-                                .class_shift = sm90::class_shift(*std::max_element(
-                                    problem.packed_q.begin(), problem.packed_q.end())),
-                                .max_round = std::max(max_round, 0)},
-                               params.sequences);
-    num_tiles = static_cast<std::uint32_t>(order.size());
+
+  // In the order of section_order.hpp, or for `slots` SMs or clusters of packed_order.hpp.
+  std::vector<WorkTile> in_sections(int slots) {
+    if (packed() && slots > 0) {
+      for (const sm90::PackedTile& place : sm90::packed_order({.of_keys = true,
+                                           .last_block_first = false,
+                                           .tile_rows = static_cast<std::uint32_t>(keys_),
+                                           .heads = static_cast<std::uint32_t>(problem_.heads_kv),
+                                           .heads_per_key = 1,
+                                           .slots = static_cast<std::uint32_t>(slots),
+                                           .l2_rows = rows_in_l2(problem_, problem_.l2_bytes),
+                                           .class_shift = sm90::class_shift(*std::max_element(
+                                               problem_.packed_q.begin(), problem_.packed_q.end())),
+                                           .max_round = params_.max_round},
+                                                              params_.sequences)) {
+        add(place);
+      }
+    } else {
+      for (std::int64_t i = 0; i < params_.num_units * params_.num_kv_blocks; ++i) {
+        add(sm90::tile_place(params_, keys_, static_cast<std::uint32_t>(i)));
+      }
+    }
+    return std::move(tiles_);
   }
-  const std::int64_t blocks_per_head =
-      sm90::num_blocks(packed, params.sequences.batch, params.sequences.rows_q, sm90::kBlockM);
-  std::vector<WorkTile> tiles;
-  for (std::uint32_t i = 0; i < num_tiles; ++i) {
-    const sm90::PackedTile place =
-        order.empty() ? sm90::tile_place(params, std::int64_t{kKeys} * kCluster, i) : order[i];
-    const sm90::KeyTile tile =
-        sm90::key_tile_at(params, {kKeys, kCluster, max_round >= 0}, place, 0);
+
+  // As describe_cluster in bwd_prepare.cuh. Prerequisites as in bwd_units.cuh.
+  std::vector<WorkTile> served(const ServedUnits& units) {
+    const auto unit_or_none = [&](std::int64_t unit) {
+      return unit >= 0 && unit < params_.num_units ? unit : -1;
+    };
+    const auto rows = static_cast<double>(params_.group * problem_.seqlen_q);  // of a unit
+    const auto d = static_cast<double>(problem_.head_dim);
+    const auto dv = static_cast<double>(problem_.width_v());
+    const std::int64_t clusters =
+        params_.num_units * (params_.num_kv_blocks + 1) + units.lag * units.last_parts;
+    for (std::int64_t i = 0; i < clusters; ++i) {
+      const sm90::ServedOrder order(i, params_.section, params_.num_kv_blocks, params_.num_units,
+                                    units.last_parts);
+      if (order.unit < 0) {
+        const std::size_t before = tiles_.size();
+        add(sm90::tile_place(params_, keys_, static_cast<std::uint32_t>(order.tile)));
+        if (tiles_.size() > before) {
+          WorkTile& tile = tiles_.back();
+          tile.awaits_prepared = tile.unit >= units.lead ? tile.unit : -1;
+          tile.awaits_finished = unit_or_none(tile.unit - units.slots);
+          tile.unit_bytes = rows * 2 * (d + dv);  // the sums are in their slot
+        }
+        continue;
+      }
+      const bool beyond = order.unit >= params_.num_units;
+      WorkTile work;
+      work.serves = true;
+      work.unit = order.unit;
+      work.prepares = beyond ? -1 : unit_or_none(order.unit + units.lead);
+      work.finishes = unit_or_none(order.unit - units.lag);
+      const double prepared = work.prepares >= 0 ? rows * 4 * dv : 0;  // out and dout
+      double finished = 0;
+      if (work.finishes >= 0) {
+        const bool clears = work.finishes + units.slots < params_.num_units;
+        finished = units.slot_bytes * (clears ? 2 : 1) + rows * 2 * d;
+      }
+      work.served_bytes = prepared + finished / static_cast<double>(beyond ? units.last_parts : 1);
+      tiles_.push_back(std::move(work));
+    }
+    return std::move(tiles_);
+  }
+
+ private:
+  [[nodiscard]] bool packed() const { return !problem_.packed_q.empty(); }
+
+  void add(const sm90::PackedTile& place) {
+    const sm90::KeyTile tile = sm90::key_tile_at(params_, form_, place, 0);
     if (tile.num_steps == 0) {
-      continue;  // it only writes zeros
+      return;  // it only writes zeros
     }
     WorkTile work;
     work.sequence = tile.batch_index;
-    std::int64_t seqlen_q = problem.seqlen_q;
-    std::int64_t seqlen_kv = problem.seqlen_kv;
-    if (packed) {
+    std::int64_t seqlen_q = problem_.seqlen_q;
+    std::int64_t seqlen_kv = problem_.seqlen_kv;
+    if (packed()) {
+      const std::vector<std::int32_t>& cu_kv = host_.cu_kv;
       work.sequence = std::upper_bound(cu_kv.begin(), cu_kv.end(), tile.kv_row) - cu_kv.begin() - 1;
-      seqlen_q = problem.packed_q[static_cast<std::size_t>(work.sequence)];
-      seqlen_kv = problem.packed_kv[static_cast<std::size_t>(work.sequence)];
+      seqlen_q = problem_.packed_q[static_cast<std::size_t>(work.sequence)];
+      seqlen_kv = problem_.packed_kv[static_cast<std::size_t>(work.sequence)];
     }
-    work.unit_bytes = unit_bytes(problem, seqlen_q, seqlen_kv);
+    const std::int64_t blocks_per_head = sm90::num_blocks(packed(), params_.sequences.batch,
+                                                          params_.sequences.rows_q, sm90::kBlockM);
+    work.unit_bytes = unit_bytes(problem_, seqlen_q, seqlen_kv);
     work.head = tile.head_kv;
-    work.unit = work.sequence * problem.heads_kv + tile.head_kv;
+    work.unit = work.sequence * problem_.heads_kv + tile.head_kv;
     work.first_row = tile.kv_row;
     work.begin = tile.m_begin;
     work.end = tile.m_end;
-    work.slot = tile.head_kv * params.group * blocks_per_head + tile.q_block;
+    work.slot = tile.head_kv * params_.group * blocks_per_head + tile.q_block;
     work.steps = tile.num_steps;
-    if (max_round >= 0) {
-      sm90::StepWalk<true> walk(tile, static_cast<int>(params.group));
+    if (form_.ordered) {
+      sm90::StepWalk<true> walk(tile, static_cast<int>(params_.group));
       sm90::Turn turn(tile);
       sm90::RowStatistics rows{};
       rows.num_blocks = blocks_per_head;
@@ -124,10 +182,16 @@ std::vector<WorkTile> backward_tiles(const ScheduleProblem& problem, std::int64_
         }
       }
     }
-    tiles.push_back(std::move(work));
+    tiles_.push_back(std::move(work));
   }
-  return tiles;
-}
+
+  const ScheduleProblem& problem_;
+  HostSequences host_;
+  sm90::KeyTileForm form_;
+  std::int64_t keys_;  // of a tile, or of a cluster's
+  sm90::BwdParams params_{};
+  std::vector<WorkTile> tiles_;
+};
 
 template <int kKeys>
 std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, std::int64_t section,
@@ -195,20 +259,6 @@ bool hides_nothing(const ScheduleProblem& problem) {
   return problem.mask.left >= kUnboundedFrom && problem.mask.right >= kUnboundedFrom;
 }
 
-std::vector<WorkTile> backward_order(const ScheduleProblem& problem, const TileSize& tile,
-                                     std::int64_t section, int max_round, int slots) {
-  if (tile.cluster == 2 && tile.keys == 128) {
-    return backward_tiles<128, 2>(problem, section, max_round, slots);
-  }
-  if (tile.cluster == 1 && tile.keys == 128) {
-    return backward_tiles<128, 1>(problem, section, max_round, slots);
-  }
-  if (tile.cluster == 1 && tile.keys == 256) {
-    return backward_tiles<256, 1>(problem, section, max_round, slots);
-  }
-  throw std::invalid_argument("backward tiles have 128 keys, a cluster of two of them, or 256");
-}
-
 std::vector<WorkTile> forward_order(const ScheduleProblem& problem, const TileSize& tile,
                                     std::int64_t section, bool longest_first) {
   switch (tile.keys) {
@@ -240,6 +290,23 @@ void sort_in_sections(std::vector<WorkTile>& tiles, bool packed, std::int64_t se
 
 }  // namespace
 
+Problem ScheduleProblem::to_problem() const {
+  Problem p;
+  p.packed = !packed_q.empty();
+  p.batch = p.packed ? static_cast<std::int64_t>(packed_q.size()) : batch;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_kv = seqlen_kv;
+  p.max_seqlen_q = p.packed ? *std::max_element(packed_q.begin(), packed_q.end()) : seqlen_q;
+  p.max_seqlen_kv = p.packed ? *std::max_element(packed_kv.begin(), packed_kv.end()) : seqlen_kv;
+  p.heads_q = heads_q;
+  p.heads_kv = heads_kv;
+  p.head_dim = head_dim;
+  p.head_dim_v = width_v();
+  p.wants_dq = p.wants_dk = p.wants_dv = true;
+  p.mask = mask;
+  return p;
+}
+
 std::vector<std::int32_t> cumulative(const std::vector<std::int32_t>& lengths) {
   std::vector<std::int32_t> sums(lengths.size() + 1, 0);
   std::partial_sum(lengths.begin(), lengths.end(), sums.begin() + 1);
@@ -253,14 +320,17 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
   if (!problem.backward) {
     return forward_order(problem, tile, section, policy.launch == Policy::Launch::kLongestFirst);
   }
+  if (policy.serves) {
+    return served_order(problem, tile);
+  }
   // The kernels' own order of a packed batch; the others work through its heads.
   const bool natural = policy.launch == Policy::Launch::kNatural && policy.swizzled;
   const int slots = natural ? tile.slots : 0;
   if (policy.turns == Policy::Turns::kKernel) {
-    return backward_order(problem, tile, section, hides_nothing(problem) ? tile.max_round : 0,
-                          slots);
+    return BackwardTiles(problem, tile, section, hides_nothing(problem) ? tile.max_round : 0)
+        .in_sections(slots);
   }
-  std::vector<WorkTile> tiles = backward_order(problem, tile, section, -1, slots);
+  std::vector<WorkTile> tiles = BackwardTiles(problem, tile, section, -1).in_sections(slots);
   switch (policy.launch) {
     case Policy::Launch::kNatural:
       break;
@@ -274,8 +344,19 @@ std::vector<WorkTile> launch_order(const ScheduleProblem& problem, const Policy&
   return tiles;
 }
 
+std::vector<WorkTile> served_order(const ScheduleProblem& problem, const TileSize& tile) {
+  const ServedUnits units = served_units(problem, tile);
+  if (!units.why_not.empty()) {
+    throw std::invalid_argument("no units are served: " + units.why_not);
+  }
+  return BackwardTiles(problem, tile, units.section, -1).served(units);
+}
+
 std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy,
                             const TileSize& tile, int processors, double l2_bytes) {
+  if (policy.serves) {
+    return planned_section(problem, tile);
+  }
   const Band band = Band::of(problem.mask, problem.seqlen_q, problem.seqlen_kv);
   const std::int64_t keys = std::int64_t{tile.keys} * tile.cluster;
   const std::uint32_t in_use =

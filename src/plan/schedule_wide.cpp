@@ -9,28 +9,10 @@
 namespace flashgrad::plan {
 namespace {
 
-Problem to_problem(const ScheduleProblem& problem) {
-  Problem p;
-  p.packed = !problem.packed_q.empty();
-  p.batch = p.packed ? static_cast<std::int64_t>(problem.packed_q.size()) : problem.batch;
-  p.seqlen_q = problem.seqlen_q;
-  p.seqlen_kv = problem.seqlen_kv;
-  p.max_seqlen_q = problem.seqlen_q;
-  p.max_seqlen_kv = p.packed ? *std::max_element(problem.packed_kv.begin(), problem.packed_kv.end())
-                             : problem.seqlen_kv;
-  p.heads_q = problem.heads_q;
-  p.heads_kv = problem.heads_kv;
-  p.head_dim = problem.head_dim;
-  p.head_dim_v = problem.width_v();
-  p.wants_dq = p.wants_dk = p.wants_dv = true;
-  p.mask = problem.mask;
-  return p;
-}
-
 template <int kKeyCluster, int kQueryCluster>
 std::vector<WidePassTiles> tiles_of_passes(const ScheduleProblem& problem, int num_multiprocessors,
                                            std::int64_t l2_bytes) {
-  const Problem p = to_problem(problem);
+  const Problem p = problem.to_problem();
   const std::vector<std::int32_t> cu_q = cumulative(problem.packed_q);
   const std::vector<std::int32_t> cu_kv = cumulative(problem.packed_kv);
   sm90::BwdParams keys{};

@@ -137,6 +137,7 @@ struct HeadData {
   int queries = 0;
   int keys = 0;
   int head_dim = 0;
+  int head_dim_v = 0;
   float scale = 0;
   bool causal = false;                       // bottom-right, or no mask
   std::vector<std::uint16_t> q, k, v, dout;  // bf16 bits
@@ -144,12 +145,17 @@ struct HeadData {
   std::vector<float> lse;              // natural, a number a row
   std::vector<float> lse_log2, delta;  // as the kernels read them
   std::vector<float> dq, dk, dv;
+  // Above head dim 128: bf16 images of dS, 64 keys x 64 queries, from one kernel to the next
+  // (wide_pass.hpp).
+  std::vector<std::uint16_t> ds;
 
   [[nodiscard]] Band band() const;
 };
 
 // Random normals from `seed`, and what the forward gives for them; the gradients are zeros.
-HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint64_t seed);
+// `head_dim_v` 0: as head_dim.
+HeadData random_head(int queries, int keys, int head_dim, bool causal, std::uint64_t seed,
+                     int head_dim_v = 0);
 
 struct Fault {
   enum class Kind : std::uint8_t {
@@ -197,6 +203,7 @@ enum GlobalTensor : std::uint8_t {
   kGlobalDq,
   kGlobalDk,
   kGlobalDv,
+  kGlobalDs,
   kNumGlobals
 };
 
@@ -207,19 +214,28 @@ Program fa4_program(const HeadData& data, int first_key, int ctas);
 // The sm90 backward's main kernel, a variant without softcap of variants.def by its number.
 Program sm90_program(const HeadData& data, int first_key, int variant);
 
+// The backward above head dim 128 for 128 keys, by a pair of CTAs (bwd_wide.cuh): dk, dv and dS;
+// and dq out of all dS by a pair that takes tiles of 256 queries in rounds (bwd_wide_dq.cuh).
+Program sm90_wide_program(const HeadData& data, int first_key);
+Program sm90_wide_dq_program(const HeadData& data);
+
 // The programs by name, and how many keys one run of each covers.
 struct ProgramChoice {
   const char* name;
   const char* kernel;  // whose account it must match
-  int keys;
+  int keys;            // 0: all, in one run
   int head_dim;
   Program (*make)(const HeadData& data, int first_key);
+  int head_dim_v = 0;            // 0: head_dim
+  const char* before = nullptr;  // the program whose dS it reads
+  const char* after = nullptr;   // the program that reads its dS
 };
 const std::vector<ProgramChoice>& programs();
 const ProgramChoice& find_program(const std::string& name);
 
-// The whole backward of a head: the program for all keys, one after the other; the results are
-// summed up, and dq is scaled at the end. The trace is that of the first keys.
+// The whole backward of a head: the program for all keys, one after the other, with the one before
+// or after it; the results are summed up, and dq is scaled at the end unless a program does so. The
+// trace is that of the first keys, trace and bytes those of `program` alone.
 SimulationResult run_backward(const ProgramChoice& program, HeadData& data, std::uint64_t seed = 1);
 
 }  // namespace flashgrad::plan

@@ -38,6 +38,7 @@ void for_each_global(HeadData& data, Visit&& visit) {
   for (auto* tensor : {&data.lse_log2, &data.delta, &data.dq, &data.dk, &data.dv}) {
     visit(tensor->data(), tensor->size() * 4);
   }
+  visit(data.ds.data(), data.ds.size() * 2);
 }
 
 }  // namespace
@@ -140,6 +141,13 @@ bool Memories::find_fault(const Cell& cell, const Access& access, int reader, Fa
   return false;
 }
 
+void Memories::report(Fault::Kind kind, const std::string& message) {
+  // An operation that touches several places may have the same to say of each.
+  if (faults_.empty() || faults_.back().message != message) {
+    faults_.push_back({kind, message});
+  }
+}
+
 void Memories::check_read(const Operation& operation, const Access& access, int reader) {
   bool reported = false;
   for (const std::size_t index : cells(access.view)) {
@@ -147,9 +155,9 @@ void Memories::check_read(const Operation& operation, const Access& access, int 
     Fault::Kind kind{};
     std::string what;
     if (!reported && find_fault(cell, access, reader, &kind, &what)) {
-      faults_.push_back({kind, fmt::format("tile {}: {} ({}) reads {} of tile {} in {}: {}",
-                                           operation.step, operation.name, who(reader),
-                                           access.value, access.step, access.view.place, what)});
+      report(kind, fmt::format("tile {}: {} ({}) reads {} of tile {} in {}: {}", operation.step,
+                               operation.name, who(reader), access.value, access.step,
+                               access.view.place, what));
       reported = true;
     }
     const auto same = std::find_if(cell.reads.begin(), cell.reads.end(),
@@ -168,11 +176,10 @@ void Memories::check_write(const Operation& operation, const Access& access, int
     Cell& cell = space(access.view).cells[index];
     const auto check = [&](const char* what, const Moment& other) {
       if (!reported && !is_before(other, clock_of(writer))) {
-        faults_.push_back(
-            {Fault::Kind::kUnordered,
-             fmt::format("tile {}: {} ({}) writes {} to {} while {} may still {} {} of tile {}",
-                         operation.step, operation.name, who(writer), access.value,
-                         access.view.place, who(other.agent), what, cell.value, cell.step)});
+        report(Fault::Kind::kUnordered,
+               fmt::format("tile {}: {} ({}) writes {} to {} while {} may still {} {} of tile {}",
+                           operation.step, operation.name, who(writer), access.value,
+                           access.view.place, who(other.agent), what, cell.value, cell.step));
         reported = true;
       }
     };

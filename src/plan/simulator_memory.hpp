@@ -67,6 +67,7 @@ class Memories {
   [[nodiscard]] Moment now(int agent) const {
     return {agent, clock_of(agent)[static_cast<std::size_t>(agent)]};
   }
+  void report(Fault::Kind kind, const std::string& message);
   void check_read(const Operation& operation, const Access& access, int reader);
   // False if the cell holds what the access means and the reader may know it.
   [[nodiscard]] bool find_fault(const Cell& cell, const Access& access, int reader,

@@ -153,14 +153,13 @@ Status backward(const Problem& p, const Args& a) {
     }
   }
   if (a.dsinks != nullptr) {
-    const DType dtype = p.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
 #pragma omp parallel for num_threads(p.num_threads)
     for (std::int64_t h = 0; h < p.heads_q; ++h) {
       double sum = 0;
       for (std::int64_t b = 0; b < p.batch; ++b) {
         sum += reference::backward_sink(f, Head{p, a, sequence(p, a, b), h});
       }
-      store_f64(a.dsinks, dtype, h, sum);
+      store_f64(a.dsinks, statistics_dtype(p.dtype), h, sum);
     }
   }
   return {};

@@ -126,10 +126,8 @@ struct Head {
   }
   // -inf: no sink.
   [[nodiscard]] double sink() const {
-    return args.sinks != nullptr
-               ? load_f64(args.sinks, problem.dtype == DType::kF64 ? DType::kF64 : DType::kF32,
-                          head_q)
-               : -std::numeric_limits<double>::infinity();
+    return args.sinks != nullptr ? load_f64(args.sinks, statistics_dtype(problem.dtype), head_q)
+                                 : -std::numeric_limits<double>::infinity();
   }
   [[nodiscard]] bool sees_nothing(std::int64_t i) const {
     return sequence.band.kv_range(i, i + 1).empty();
@@ -200,10 +198,10 @@ struct RowState {
   R delta = 0;
   R dlse = 0;
 
-  // s to be compared with lse: rounded as it is. Where one key outweighs all others lse is its s,
-  // and p is 1, however large they are.
+  // s to be compared with lse: an s that rounds to an f32 lse counts as it. Where one key outweighs
+  // all others lse is its s so rounded, and p is 1, however large they are.
   [[nodiscard]] R like_lse(R s) const {
-    return lse_is_f32 ? static_cast<R>(static_cast<float>(s)) : s;
+    return lse_is_f32 && static_cast<float>(s) == static_cast<float>(lse) ? lse : s;
   }
 };
 
@@ -397,8 +395,7 @@ void backward_keys(const F& f, Head head, const std::int64_t* keys, int num_keys
   }
 }
 
-// dsink_h += sum_i exp(sink_h - lse_i) * (dlse_i - delta_i)  over the rows of one head of one
-// sequence.
+// What one head of one sequence adds to dsink_h: sum_i exp(sink_h - lse_i) * (dlse_i - delta_i).
 template <class F, class R = typename F::Real>
 double backward_sink(const F& f, const Head& head) {
   const double sink = head.sink();

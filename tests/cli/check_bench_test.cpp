@@ -144,6 +144,10 @@ TEST_F(Bench, SuitesFromFiles) {
   ASSERT_EQ(result.exit_status, 0) << result.err;
   EXPECT_EQ(nlohmann::json::parse(contents("result.json")).at("rows").size(), 5U);
 
+  for (const char* text : {"", "[]", "{}", R"({"shapes": [{}]})"}) {
+    put("suite.json", text);
+    expect_one_line_refusal({"bench", "--suite", path("suite.json")}, 2, R"(; want {"shapes": [)");
+  }
   for (const char* text :
        {"", "{", "[]", "{}", R"({"shapes": 3})", R"({"shapes": [{}]})",
         R"({"shapes": [{"shape": "x", "dtypes": ["f32"], "masks": ["full"]}]})",

@@ -131,6 +131,21 @@ TEST_F(HostileFiles, NamesCannotForgeTheTerminal) {
   EXPECT_EQ(result.exit_status, 2);
   EXPECT_EQ(result.err.find('\x1b'), std::string::npos);
   expect_refused({}, 2, "\\x1b");
+  // U+009B is ESC [ in one character, U+202E turns the direction, U+2028 ends the line.
+  put_header("{\"\\u009b31m\\u202ex\\u2028q\":{\"dtype\":1}}");
+  expect_refused({}, 2, "'\\xc2\\x9b31m\\xe2\\x80\\xaex\\xe2\\x80\\xa8q'");
+  // What is only foreign stays, and is not cut inside of a character.
+  std::string name;
+  for (int i = 0; i < 40; ++i) {
+    name += "\u6ce8";
+  }
+  put_header("{\"" + name + "\":{\"dtype\":1}}");
+  expect_refused({}, 2, "'" + name.substr(0, std::size_t{27} * 3) + "...'");
+  // Not UTF-8, as a path may be.
+  const ToolResult path_result =
+      run_tool({"run", "--input", "no\x9b\xf9\x80\x80\x80\xc3", "--output", path("out")});
+  EXPECT_NE(path_result.err.find("no\\x9b\\xf9\\x80\\x80\\x80\\xc3: can't open"), std::string::npos)
+      << path_result.err;
 }
 
 TEST_F(HostileFiles, MissingTensors) {

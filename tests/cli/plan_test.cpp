@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // `flashgrad plan`: every figure that it is for is printed; what it refuses.
+#include <algorithm>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
 #include <vector>
@@ -76,18 +78,55 @@ TEST_F(Plan, ScheduleComparesAndDraws) {
                {"fa4-forward"});
 }
 
+// What the kernels do: units served where they are, with the clusters that do so in white.
+TEST_F(Plan, ScheduleIsTheKernels) {
+  const std::string svg = path("served.svg");
+  const std::string json = path("served.json");
+  expect_words(out_of({"schedule", "--tokens", "1024", "--batch", "16", "--causal", "--svg", svg,
+                       "--json", json}),
+               {"sm90-backward-D128 on 132 SMs", "units                         16",
+                "a ring of 54 slots of 512.0 KiB; units are prepared 32 ahead and finished 32 "
+                "behind, the last 32 by 4 clusters each"});
+  expect_words(contents("served.svg"), {"white: serves a unit", "stroke=\"#000\""});
+  expect_words(contents("served.json"), {"\"slots\": 54", "serving", "end_cycles"});
+  const std::string text = out_of({"schedule", "--tokens", "1024", "--batch", "16", "--compare"});
+  EXPECT_LT(text.find("  units"), text.find("  sections"));
+  expect_words(text, {"(sm90-backward-D128Ordered on 66 pairs of SMs)"});
+  expect_words(out_of({"schedule", "--packed", "3000,100", "--compare"}),
+               {"units: not here: the sequences of a packed batch are one unit"});
+  expect_words(out_of({"schedule", "--device", "b200", "--compare", "--tokens", "1024"}),
+               {"units: not here: only the sm90 backward serves units"});
+  for (const auto& [arguments, words] :
+       std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--heads", "2"}, "too few units (2)"},
+           {{"--window", "100,0"}, "narrow window"},
+           {{"--cluster", "1"}, "the kernel of this call has clusters of 2"},
+           {{"--section", "1000"}, "too few units for sections of 1000"}}) {
+    std::vector<std::string> all = {"plan", "schedule", "--order", "units"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const ToolResult result = run_tool(all);
+    EXPECT_EQ(result.exit_status, 2) << result.out;
+    EXPECT_NE(result.err.find(words), std::string::npos) << result.err;
+  }
+}
+
 // Fewer queries than keys: with the diagonal in the top left corner most keys are never seen.
 TEST_F(Plan, ScheduleTakesAnyMaskAndBatch) {
-  const auto kilocycles = [](std::vector<std::string> arguments) {
+  const auto cycles = [this](std::vector<std::string> arguments) {
     arguments.insert(arguments.begin(), "schedule");
-    arguments.insert(arguments.end(), {"--causal", "--jitter", "0", "--spread", "0"});
-    const std::string text = out_of(arguments);
-    return std::stod(text.substr(text.find("sections  ", text.find("waiting")) + 33));
+    const std::string json = path("any.json");
+    arguments.insert(arguments.end(), {"--causal", "--jitter", "0", "--spread", "0", "--order",
+                                       "sections", "--cluster", "1", "--json", json});
+    out_of(arguments);
+    return nlohmann::json::parse(contents("any.json"))
+        .at("orders")[0]
+        .at("makespan_cycles")
+        .get<double>();
   };
-  const double bottom = kilocycles({"--tokens", "4096", "--tokens-kv", "16384"});
+  const double bottom = cycles({"--tokens", "4096", "--tokens-kv", "16384"});
   EXPECT_GT(bottom,
-            6 * kilocycles({"--tokens", "4096", "--tokens-kv", "16384", "--align", "top-left"}));
-  EXPECT_EQ(bottom, kilocycles({"--packed", "4096", "--packed-kv", "16384"}));
+            6 * cycles({"--tokens", "4096", "--tokens-kv", "16384", "--align", "top-left"}));
+  EXPECT_EQ(bottom, cycles({"--packed", "4096", "--packed-kv", "16384"}));
   expect_words(out_of({"memory", "--tokens", "4096", "--tokens-kv", "1M"}),
                {"4096 tokens and 1048576 keys", "272.1 GiB"});
 }
@@ -101,6 +140,18 @@ TEST_F(Plan, SimulateFindsAMissingWait) {
   expect_words(faulty.out, {"fault: tile 1: dP", "while dq of CTA 0 may still read dQ of tile 0"});
 }
 
+// The kernels above head dim 128 are two programs.
+TEST_F(Plan, SimulatesBothWideKernels) {
+  expect_words(out_of({"simulate", "--program", "sm90-wide-d192-v128", "--queries", "256", "--keys",
+                       "256", "--causal"}),
+               {"head_dim 192/128", "with sm90-wide-dq-d192 after it", "dv  error",
+                "operands                                   90112      90112"});
+  expect_words(
+      out_of({"simulate", "--program", "sm90-wide-dq-d256", "--queries", "256", "--keys", "128"}),
+      {"with sm90-wide-d256 before it",
+       "landing                                    49152      49152"});
+}
+
 TEST_F(Plan, PredictReadsResults) {
   expect_words(out_of({"predict", "--results", kResults + "/2026-11-29-zen5-bench-quiet.json"}),
                {"14 of 14 within 15 %"});
@@ -111,6 +162,7 @@ TEST_F(Plan, AllCommandsDraw) {
   for (const auto& [arguments, words] :
        std::vector<std::pair<std::vector<std::string>, std::vector<std::string>>>{
            {{"roofline", "--kernel", "fa3-backward"}, {"fa3-backward", ">2944<"}},
+           {{"roofline", "--generations"}, {"fa2-forward", "63 %, idle tensor cores"}},
            {{"memory", "--tokens", "512K"}, {"P made again", "dq sums"}},
            {{"schedule", "--tokens", "2048"}, {"40 processors of", "hsl("}},
            {{"simulate", "--program", "fa4", "--queries", "256", "--keys", "128"},
@@ -244,12 +296,50 @@ TEST_F(Plan, RefusalsNameTheirHelp) {
   }
 }
 
+// Before the work, and what was there stays.
+TEST_F(Plan, FilesThatCannotBeWritten) {
+  const std::vector<std::string> memory = {"plan", "memory"};
+  for (const std::string& file : {std::string(), directory.string(), path("no/such/folder"),
+                                  std::string("/dev/full"), path(std::string(256, 'x'))}) {
+    for (const char* option : {"--json", "--svg"}) {
+      std::vector<std::string> arguments = memory;
+      arguments.insert(arguments.end(), {option, file});
+      const ToolResult result = run_tool(arguments);
+      EXPECT_EQ(result.exit_status, 2) << option << " " << file;
+      EXPECT_NE(result.err.find("can't write"), std::string::npos) << result.err;
+      EXPECT_EQ(result.out, "");
+    }
+  }
+  put("old", "untouched");
+  ToolEnvironment full_disk;
+  full_disk.file_size_limit = 200;
+  full_disk.out_file = "/dev/null";
+  const ToolResult result = run_tool({"plan", "predict", "--json", path("old")}, full_disk);
+  EXPECT_EQ(result.exit_status, 2) << result.out;
+  EXPECT_EQ(contents("old"), "untouched");
+  EXPECT_EQ(num_files(), 1U);
+}
+
 TEST_F(Plan, Refuses) {
   for (const std::vector<std::string>& arguments : std::vector<std::vector<std::string>>{
            {"plan"},
            {"plan", "roofline", "--device", "h20"},
            {"plan", "roofline", "--kernel", "fa5"},
-           {"plan", "roofline", "--generations", "--svg", "x.svg"},
+           {"plan", "roofline", "--sources", "--svg", "x.svg"},
+           {"plan", "roofline", "--sources", "--kernel", "fa4-forward"},
+           {"plan", "roofline", "--generations", "--kernel", "fa4-forward"},
+           {"plan", "roofline", "--generations", "--device", "h100"},
+           {"plan", "roofline", "--head-dim", "64"},
+           {"plan", "roofline", "--head-dim", "64", "--kernel", "fa4-forward"},
+           {"plan", "schedule", "--compare", "--order", "natural"},
+           {"plan", "schedule", "--packed", "9", "--tokens", "9"},
+           {"plan", "schedule", "--packed", "9", "--batch", "2"},
+           {"plan", "schedule", "--packed-kv", "9"},
+           {"plan", "schedule", "--pass", "forward", "--cluster", "2"},
+           {"plan", "schedule", "--pass", "forward", "--order", "units"},
+           {"plan", "predict", "--results", kResults, "--causal"},
+           {"plan", "predict", "--packed", "9", "--tokens", "9"},
+           {"plan", "predict", "--packed", "0,0"},
            {"plan", "memory", "--tokens", "12Q"},
            {"plan", "memory", "--heads", "6", "--heads-kv", "4"},
            {"plan", "schedule", "--order", "random"},
@@ -279,6 +369,7 @@ TEST_F(Plan, Refuses) {
     const ToolResult result = run_tool(arguments);
     EXPECT_EQ(result.exit_status, 2) << arguments.back() << result.out;
     EXPECT_TRUE(result.err.starts_with("flashgrad: ")) << result.err;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
 }
 

@@ -426,7 +426,7 @@ TEST_F(Run, OutputsThatCannotBeWritten) {
   write_input(inputs("F32"));
   for (const std::string& output :
        {path("no/such/folder/out"), directory.string(), std::string("/dev/null"),
-        std::string("/proc/out"), path("out/")}) {
+        std::string("/proc/out"), path("out/"), path(std::string(256, 'x'))}) {
     const ToolResult result = run_tool({"run", "--input", path("in"), "--output", output});
     EXPECT_EQ(result.exit_status, 2) << output;
     EXPECT_NE(result.err.find("can't write"), std::string::npos) << result.err;

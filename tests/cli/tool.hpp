@@ -25,6 +25,7 @@ struct ToolEnvironment {
   std::string directory;               // to start in; empty: the test's own
   std::uint64_t file_size_limit = 0;   // as if the disk were full after so many bytes; 0: none
   std::string out_file;                // takes standard output; empty: into ToolResult::out
+  bool nobody_reads = false;           // standard output is a pipe whose other end is closed
 };
 
 // Runs `flashgrad arguments...` and waits, at most two minutes.

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the command line refuses before it looks at a file, and what it says of itself.
+#include <csignal>
+
 #include "tool.hpp"
 
 namespace flashgrad::tool {
@@ -34,6 +36,34 @@ TEST_F(Usage, HelpThatCannotBeWrittenIsAnError) {
     const ToolResult result = run_tool({option}, environment);
     EXPECT_EQ(result.exit_status, 2) << option;
     EXPECT_NE(result.err.find("can't write"), std::string::npos) << result.err;
+  }
+}
+
+TEST_F(Usage, APipeThatNobodyReadsIsAnError) {
+  ToolEnvironment environment;
+  environment.nobody_reads = true;
+  const std::vector<std::vector<std::string>> forms = {
+      {"--help"}, {"info"}, {"run", "--input", path("in"), "--output", path("out")}};
+  for (const std::vector<std::string>& arguments : forms) {
+    const ToolResult result = run_tool(arguments, environment);
+    EXPECT_EQ(result.exit_status, 2) << arguments[0];
+    EXPECT_NE(result.err.find("can't write to standard output"), std::string::npos) << result.err;
+  }
+  EXPECT_EQ(num_files(), 1U);
+}
+
+// GNU's OpenMP exits with status 1 then, which would read as a failed check. (clang's aborts.)
+TEST_F(Usage, ThreadsThatCannotStart) {
+  write_input({noise("q", "F32", {1, 300, 4, 64}), noise("k", "F32", {1, 300, 4, 64}),
+               noise("v", "F32", {1, 300, 4, 64})});
+  ToolEnvironment environment;
+  environment.variables = {"OMP_STACKSIZE=100000G"};
+  const ToolResult result = run({"--threads", "3"}, environment);
+  if (result.exit_status != 0 && result.exit_status != 128 + SIGABRT) {
+    EXPECT_EQ(result.exit_status, 2);
+    EXPECT_NE(result.err.find("flashgrad: OpenMP ended the program"), std::string::npos)
+        << result.err;
+    EXPECT_EQ(num_files(), 1U);
   }
 }
 
@@ -124,6 +154,11 @@ TEST_F(Usage, RefusedOptions) {
       {{"--grad-dtype", "bf16"}, "--grad-dtype"},
       {{"--grad-dtype", ""}, "--grad-dtype"},
       {{"--check=2x"}, "check"},
+      {{"--check="}, "--check=: nothing follows"},
+      {{"--causal="}, "--causal=: nothing follows"},
+      {{"--deterministic="}, "--deterministic="},
+      {{"--scale="}, "--scale="},
+      {{"--window="}, "--window="},
       {{"--deterministic=x"}, "deterministic"},
       {{"--input", "y"}, "--input"},
   };

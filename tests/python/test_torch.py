@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashgrad.torch: flash-attn's functions under autograd and everything that PyTorch adds to it."""
+"""flashgrad.torch: flash-attn's functions and their gradients."""
 
 import inspect
 import math
@@ -14,26 +14,7 @@ import textbook
 import torch
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
-
-FORWARD, BACKWARD = torch.ops.flashgrad.forward.default, torch.ops.flashgrad.backward.default
-
-
-def tensors(*shapes, dtype=torch.float32, seed=0, requires_grad=True):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_(requires_grad)
-        for shape in shapes
-    ]
-
-
-def close(got, want, tolerance=3e-5):
-    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=tolerance)
-
-
-def qkv(seqlen_q=13, seqlen_k=17, heads_q=4, heads_k=2, **options):
-    return tensors((2, seqlen_q, heads_q, 8), (2, seqlen_k, heads_k, 8), (2, seqlen_k, heads_k, 8), **options)
+from torch_inputs import BACKWARD, FORWARD, close, operator_options, qkv, tensors
 
 
 @pytest.mark.parametrize(
@@ -59,7 +40,9 @@ def test_flash_attn_func(options, textbook_options):
     ):
         out, lse = function(*inputs, sinks=sinks, **kwargs)
         results.append((out, lse))
-        gradients.append(torch.autograd.grad((out, lse), (*inputs, sinks), (dout.to(out), dlse.to(lse))))
+        gradients.append(
+            torch.autograd.grad((out, lse), (*inputs, sinks), (dout.to(out), dlse.to(lse)))
+        )
     for got, want in (*zip(*results), *zip(*gradients)):
         close(got, want)
 
@@ -220,6 +203,49 @@ def test_refused_options(change, words):
         fgt.flash_attn_func(*qkv(), **change)
 
 
+def test_arguments_of_flash_attn_3():
+    inputs = qkv()
+    want = fgt.flash_attn_func(*inputs)
+    tuning = {"num_splits": 3, "pack_gqa": True, "sm_margin": 8}
+    neutral = {"qv": None, "q_descale": None, "k_descale": None, "v_descale": None}
+    got = fgt.flash_attn_func(*inputs, attention_chunk=0, **tuning, **neutral)
+    assert torch.equal(got, want)
+    (packed,) = tensors((18, 3, 2, 8))
+    packed = packed.unbind(1)
+    for options in ({"attention_chunk": 5}, {"qv": inputs[0]}, {"q_descale": torch.ones(2, 2)}):
+        (name,) = options
+        with pytest.raises(NotImplementedError, match=f"{name}: given, want (None|0)"):
+            fgt.flash_attn_func(*inputs, **options)
+        with pytest.raises(NotImplementedError, match=f"{name}: given, want (None|0)"):
+            fgt.flash_attn_varlen_func(*packed, CU, CU, 14, 14, **options)
+    with pytest.raises(TypeError, match="num_split: an unexpected argument"):
+        fgt.flash_attn_func(*inputs, num_split=3)
+
+
+def test_errors_are_pytorchs_too():
+    q, k, v = qkv()
+    for error in (ValueError, RuntimeError):
+        with pytest.raises(error, match="k: dtype f64, want f32"):
+            fgt.flash_attn_func(q, k.double(), v)
+        with pytest.raises(error, match="alignment"):
+            fgt.flash_attn_func(q, k, v, alignment="left")
+
+
+def test_what_is_no_dense_tensor():
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="q: a NoneType, want a Tensor"):
+        fgt.flash_attn_func(None, k, v)
+    with pytest.raises(TypeError, match="k: a NoneType, want a Tensor"):
+        fgt.flash_attn_func(q, None, v)
+    with pytest.raises(TypeError, match="v: a list, want a Tensor"):
+        fgt.flash_attn_func(q, k, [v])
+    with pytest.raises(TypeError, match="kv: a NoneType, want a Tensor"):
+        fgt.flash_attn_kvpacked_func(q, None)
+    nested = torch.nested.nested_tensor([q[0].detach(), q[1, :3].detach()])
+    with pytest.raises(NotImplementedError, match="q: a nested tensor"):
+        fgt.flash_attn_func(nested, k, v)
+
+
 def test_errors_of_the_library():
     q, k, v = qkv()
     cu = torch.tensor([0, 26], dtype=torch.int32)
@@ -304,7 +330,7 @@ def test_planned_calls_match_the_operators(layout, expanded):
         dout, dlse = tensors((2, 11, 4, 8), (2, 4, 11), seed=seed, requires_grad=False)
         if expanded:
             dout, dlse = dout[:, :, :, :1].expand(2, 11, 4, 8), dlse[0, 0, 0].expand(2, 4, 11)
-        want = FORWARD(q, k, v, *options())
+        want = FORWARD(q, k, v, *operator_options())
         for needs in ((True, True, True, False), (False, True, False, False)):
             for cotangents in ((dout, None), (None, dlse), (dout, dlse)):
                 leaves = [x.clone().requires_grad_(need) for x, need in zip(inputs, needs)]
@@ -312,7 +338,7 @@ def test_planned_calls_match_the_operators(layout, expanded):
                 assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
                 roots = [(x, g) for x, g in zip((out, lse), cotangents) if g is not None]
                 torch.autograd.backward(*zip(*roots))
-                gradients = BACKWARD(*cotangents, q, k, v, *want, *options(), *needs)
+                gradients = BACKWARD(*cotangents, q, k, v, *want, *operator_options(), *needs)
                 for leaf, need, gradient in zip(leaves, needs, gradients):
                     assert torch.equal(leaf.grad, gradient) if need else leaf.grad is None
 
@@ -387,101 +413,6 @@ def test_double_backward_says_so():
     (dq,) = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward is not supported"):
         dq.sum().backward()
-
-
-def options(sinks=None, cu=None, max_seqlen=0, left=None, right=0):
-    return (sinks, cu, cu, None, None, None, max_seqlen, max_seqlen, left, right, False, None, 0.0, False)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(packed, dtype):
-    q, k, v = qkv(seqlen_q=17, dtype=dtype)
-    (sinks,) = tensors((4,))
-    cu = None
-    if packed:
-        q, k, v = (x[0].detach().requires_grad_() for x in (q, k, v))
-        cu = torch.tensor([0, 5, 17], dtype=torch.int32)
-    arguments = options(sinks, cu, 12 if packed else 0, left=6)
-    torch.library.opcheck(FORWARD, (q, k, v, *arguments))
-    with torch.no_grad():
-        out, lse = FORWARD(q, k, v, *arguments)
-        for needs in ((True, True, True, True), (False, True, False, False)):
-            torch.library.opcheck(
-                BACKWARD,
-                (torch.ones_like(out), None, *(x.detach() for x in (q, k, v)), out, lse)
-                + (sinks.detach(), *arguments[1:], *needs),
-            )
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_has_no_graph_break(dynamic):
-    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    def compiled(q, k, v):
-        out, lse = fgt.flash_attn_func(
-            q * 2, k, v, causal=True, window_size=(7, 0), return_lse=True
-        )
-        return out.sin(), lse
-
-    for seqlen in (13, 11) if dynamic else (13,):
-        inputs = qkv(seqlen_q=seqlen)
-        got = compiled(*inputs)
-        gradients = torch.autograd.grad(got[0].sum() + got[1].sum(), inputs)
-        q, k, v = inputs
-        out, lse = fgt.flash_attn_func(q * 2, k, v, causal=True, window_size=(7, 0), return_lse=True)
-        want = (out.sin(), lse)
-        assert all(map(torch.equal, got, want))
-        reference = torch.autograd.grad(want[0].sum() + want[1].sum(), inputs)
-        for a, b in zip(gradients, reference):
-            close(a, b, 1e-6)
-
-
-def test_compile_varlen_and_sdpa():
-    cu = torch.tensor([0, 5, 13], dtype=torch.int32)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(q, k, v, cu):
-        packed = fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 8, 8, causal=True)
-        return packed, fgt.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-
-    inputs = qkv(seqlen_k=13)
-    packed, out = compiled(*inputs, cu)
-    q, k, v = inputs
-    assert torch.equal(packed, fgt.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 8, 8, causal=True))
-    assert torch.equal(out.transpose(1, 2), fgt.flash_attn_func(q, k, v, causal=True))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint(use_reentrant):
-    inputs = qkv()
-    out = checkpoint(fgt.flash_attn_func, *inputs, use_reentrant=use_reentrant)
-    out.sum().backward()
-    want = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs)
-    for x, gradient in zip(inputs, want):
-        assert torch.equal(x.grad, gradient)
-
-
-def test_autocast():
-    inputs = qkv()
-    (sinks,) = tensors((4,))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = fgt.flash_attn_func(*inputs, sinks=sinks)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, fgt.flash_attn_func(*(x.bfloat16() for x in inputs), sinks=sinks))
-    gradients = torch.autograd.grad(out.float().sum(), (*inputs, sinks))
-    assert all(gradient.dtype == torch.float32 for gradient in gradients)
-    doubles = [x.double() for x in inputs]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fgt.flash_attn_func(*doubles).dtype == torch.float64
-
-
-def test_fake_tensors_and_meta():
-    q, k, v = (x.to("meta") for x in qkv(dtype=torch.bfloat16))
-    out, lse = fgt.flash_attn_func(q, k, v, return_lse=True)
-    assert out.shape == (2, 13, 4, 8) and out.dtype == torch.bfloat16 and out.device.type == "meta"
-    assert lse.shape == (2, 4, 13) and lse.dtype == torch.float32
 
 
 def test_rows_that_see_nothing():

@@ -6,7 +6,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-import flashgrad  # noqa: E402
 import flashgrad.transformers as fgt  # noqa: E402
 
 SINCE_2_5 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
@@ -97,6 +96,30 @@ def test_no_mask_and_gradient_checkpointing():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_reentrant_checkpointing_of_a_mask(padding):
+    """It detaches every tensor that it hands a layer, the mask included."""
+    inputs, mask = batch(padding)
+    config = transformers.BertConfig(
+        **{name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")},
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    gradients = []
+    for name in ("eager", "flashgrad"):
+        torch.manual_seed(0)
+        made = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=name)
+        if name == "flashgrad":
+            made.gradient_checkpointing_enable({"use_reentrant": True})
+            made.enable_input_require_grads()
+        made.train()
+        made(
+            inputs, attention_mask=mask, labels=inputs.masked_fill(mask == 0, -100)
+        ).loss.backward()
+        gradients.append([p.grad for p in made.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -161,12 +184,20 @@ def test_refusals():
         ours(inputs)
 
 
+def test_models_that_would_not_call_it_are_refused():
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
+    with pytest.raises(NotImplementedError, match="BloomForCausalLM, whose attention does not"):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashgrad")
+
+
 def test_own_mask_tensor():
     inputs, _ = batch("none")
     ours = model("llama", "flashgrad")
     causal = torch.ones(1, 1, 11, 11, dtype=torch.bool).tril()
-    got = ours(inputs, attention_mask=causal.expand(3, -1, -1, -1), use_cache=False).logits
-    assert torch.equal(got, ours(inputs).logits)
+    bias = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
+    for mask in (causal.expand(3, -1, -1, -1), bias.expand(3, -1, -1, -1)):
+        got = ours(inputs, attention_mask=mask, use_cache=False).logits
+        assert torch.equal(got, ours(inputs).logits)
 
 
 def test_other_names_are_still_checked():

@@ -269,6 +269,23 @@ TEST(Judge, FewElementsMayLoseWhatTheContractRounds) {
   }
 }
 
+// dP overflows f16 in the naive formula, and f32 takes its place; but out and the gradients are
+// f16, and a backward that is exact but for that must pass. One that is off by 1 % must not.
+TEST(Judge, OverflowOfTheNaiveFormula) {
+  Case c = parse_shape("hq=2,hkv=1,sq=33,sk=65,d=16,v=10000n");
+  c.dtype = DType::kF16;
+  c.mask.right = 0;
+  for (const int seed : {1, 2, 3, 4, 5, 6, 7, 8}) {
+    c.seed = static_cast<std::uint64_t>(seed);
+    CallTensors t = after(c, "reference");
+    EXPECT_EQ(refused(t, c, false), "") << "seed " << seed;
+    for (std::int64_t n = 0; n < t.dk.num_elements(); ++n) {
+      t.dk.set(n, t.dk.get(n) * 1.01);
+    }
+    EXPECT_EQ(refused(t, c, false), "dk ") << "seed " << seed;
+  }
+}
+
 // Where one key outweighs all others ds is all rounding of delta and lse, which are f32: its
 // direction says nothing.
 TEST(Judge, DirectionOfWhatRoundingLeaves) {

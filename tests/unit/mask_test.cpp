@@ -119,6 +119,12 @@ void check_band(const Case& c) {
                                   return count_visible({i, i + 1}, keys) > 0;
                                 }))
           << "keys " << n_begin << ".." << n_end;
+      ASSERT_TRUE(
+          holds_exactly(band.q_range_full(n_begin, n_end), c.seqlen_q,
+                        [&](std::int64_t i) {
+                          return !keys.empty() && count_visible({i, i + 1}, keys) == keys.size();
+                        }))
+          << "keys " << n_begin << ".." << n_end;
     }
   }
 }

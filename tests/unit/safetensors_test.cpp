@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -13,6 +14,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -343,9 +345,35 @@ TEST_F(SafetensorsFileTest, AFullDiskLeavesTheOldFileAndNoOther) {
   EXPECT_EQ(num_files(), 1U);
 }
 
+// Ctrl-C in the middle of the writing, which the single bytes draw out.
+TEST_F(SafetensorsFileTest, ASignalLeavesTheOldFileAndNoOther) {
+  put("old", "untouched");
+  const std::byte byte{};
+  const std::vector<std::span<const std::byte>> parts(std::size_t{1} << 20, {&byte, 1});
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    const pid_t child = fork();
+    if (child == 0) {
+      std::signal(signal, SIG_DFL);
+      write_whole_file(path("old"), parts);
+      _exit(0);
+    }
+    for (int i = 0; i < 10000 && num_files() == 1; ++i) {
+      usleep(100);
+    }
+    kill(child, signal);
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFSIGNALED(status)) << "the writing was over before the signal came";
+    EXPECT_EQ(WTERMSIG(status), signal);
+    EXPECT_EQ(contents("old"), "untouched");
+    EXPECT_EQ(num_files(), 1U);
+  }
+}
+
 TEST_F(SafetensorsFileTest, PathsThatCannotBeWrittenAreRefusedAtOnce) {
-  for (const std::string& bad : {std::string(), directory.string(), path("no/such/directory/x"),
-                                 path("x/"), std::string("/dev/null"), path("dangling")}) {
+  for (const std::string& bad :
+       {std::string(), directory.string(), path("no/such/directory/x"), path("x/"),
+        std::string("/dev/null"), path("dangling"), path(std::string(256, 'x'))}) {
     fs::remove(path("dangling"));
     fs::create_symlink(path("nowhere/at/all"), path("dangling"));
     EXPECT_THROW(check_writable(bad), Error) << bad;

@@ -104,7 +104,7 @@ class Walk {
          sm90::wide_passes(problem_, plan_, kKeyCluster, /*section=*/2, room_, partial_)) {
       written_.clear();
       for (std::int64_t cta = 0; cta < pass.num_units * pass.num_key_tiles * kKeyCluster; ++cta) {
-        write(pass, sm90::wide_tile<kKeyCluster>(keys, pass, cta));
+        write(sm90::wide_tile<kKeyCluster>(keys, pass, cta));
       }
       const std::int64_t heads = pass.num_units * problem_.group();
       for (std::int64_t cta = 0; cta < heads * queries.num_q_tiles * kQueryCluster; ++cta) {
@@ -115,7 +115,7 @@ class Walk {
   }
 
  private:
-  void write(const WidePass& pass, const sm90::WideTile& tile) {
+  void write(const sm90::WideTile& tile) {
     const sm90::KeyTile& keys = tile.keys;
     if (keys.num_steps < 0) {
       return;
@@ -133,7 +133,6 @@ class Walk {
       image += left > 0 ? tile.to_block_below : tile.to_next_head;
       left = left > 0 ? left - 1 : keys.m_end - keys.m_begin - 1;
     }
-    static_cast<void>(pass);
   }
 
   void read(const WidePass& pass, const sm90::WideDqTile& tile) {

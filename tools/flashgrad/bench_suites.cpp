@@ -103,6 +103,10 @@ std::vector<check::Case> load_suite(const std::string& name_or_path) {
         }
       }
     }
+  } catch (const json::exception& error) {
+    throw Error(fmt::format(
+        R"(--suite {}: {}; want {{"shapes": [{{"shape": "b=1,...", "masks": [...], "dtypes": [...]}}]}})",
+        printable(name_or_path), printable(error.what(), 200)));
   } catch (const std::exception& error) {
     throw Error(
         fmt::format("--suite {}: {}", printable(name_or_path), printable(error.what(), 200)));

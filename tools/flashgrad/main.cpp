@@ -2,13 +2,16 @@
 // The command line `flashgrad`: run, check, bench, plan, info. Exit status 0: fine, 1: a check
 // failed, 2: bad usage or input, 3: unsupported.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <csignal>
+#include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <new>
 #include <sstream>
+#include <string_view>
 
 #include "bench.hpp"
 #include "bench_suites.hpp"
@@ -108,7 +111,18 @@ std::string command_of(const CLI::App& app) {
   return command;
 }
 
+// CLI11 takes "--causal=" for "--causal".
+void refuse_missing_values(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument.starts_with("--") && argument.find('=') == argument.size() - 1) {
+      throw Error(fmt::format("{}: nothing follows the '='", printable(argument)));
+    }
+  }
+}
+
 int dispatch(int argc, char** argv) {
+  refuse_missing_values(argc, argv);
   CLI::App app("Exact attention, forward and backward.", "flashgrad");
   app.set_version_flag("--version", fmt::format("flashgrad {}", fg_version()));
   app.require_subcommand(1);
@@ -152,10 +166,21 @@ int dispatch(int argc, char** argv) {
 }  // namespace
 }  // namespace flashgrad::tool
 
-int main(int argc, char** argv) {
-  using namespace flashgrad::tool;  // NOLINT(google-build-using-namespace)
-  // A write over the file size limit then fails like one to a full disk, and leaves nothing behind.
-  std::signal(SIGXFSZ, SIG_IGN);
+namespace flashgrad::tool {
+namespace {
+
+bool returns_from_main = false;  // NOLINT(*-avoid-non-const-global-variables)
+
+// GNU's OpenMP says so and exits with status 1, "a check failed", where it can't start a thread.
+void exit_without_main() {
+  if (!returns_from_main) {
+    std::cerr << "flashgrad: OpenMP ended the program; it may need fewer --threads, or higher "
+                 "limits of processes and memory (ulimit)\n";
+    _exit(kExitBadInput);
+  }
+}
+
+int run(int argc, char** argv) {
   const auto fail = [](std::string_view message, int exit_status) {
     std::cerr << "flashgrad: " << message << "\n";
     return exit_status;
@@ -169,4 +194,19 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     return fail(printable(error.what(), 4000), kExitBadInput);
   }
+}
+
+}  // namespace
+}  // namespace flashgrad::tool
+
+int main(int argc, char** argv) {
+  using namespace flashgrad::tool;  // NOLINT(google-build-using-namespace)
+  // A write over the file size limit then fails like one to a full disk, and one to a pipe that
+  // nobody reads like one to a closed file: with a message, and nothing left behind.
+  std::signal(SIGXFSZ, SIG_IGN);
+  std::signal(SIGPIPE, SIG_IGN);
+  std::atexit(exit_without_main);
+  const int exit_status = run(argc, argv);
+  returns_from_main = true;
+  return exit_status;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The options that say what to compute. `run` and `check` share them, so that a failing check can
-// print the command that repeats it.
+// The options that say what to compute. `run`, `check` and `bench` share them, so that a failing
+// check can print the command that repeats it.
 #pragma once
 
 #include <CLI/App.hpp>
@@ -30,7 +30,7 @@ struct CallArguments {
   std::string grad_dtype = "input";
 };
 
-// The options `run` and `check` have in common.
+// Adds them to a subcommand.
 void add_call_options(CLI::App& app, CallArguments& arguments);
 
 // What the arguments mean. `options.backend` points into `backend`: no copies.

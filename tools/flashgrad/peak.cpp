@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loops of independent multiply-adds that never leave the registers. Traps that these loops avoid:
-// fresh threads, cold clocks and busy machines (the best of several tries counts),
-// accumulators that the compiler keeps in memory, and products that it could compute once (no
-// fast-math here: each addition depends on the one before).
+// fresh threads, cold clocks and busy machines (the best of several tries counts), accumulators
+// that the compiler keeps in memory, and products that it could compute once (no fast-math here:
+// each addition depends on the one before).
 #include "peak.hpp"
 
 #include <omp.h>

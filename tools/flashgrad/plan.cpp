@@ -4,14 +4,18 @@
 
 #include <fmt/format.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <fstream>
+#include <optional>
+#include <span>
 
 #include "plan/device.hpp"
 #include "plan/schedule.hpp"
 #include "plan/simulator.hpp"
 #include "plan_commands.hpp"
 #include "text.hpp"
+#include "whole_file.hpp"
 
 namespace flashgrad::tool {
 namespace {
@@ -50,6 +54,13 @@ void add_device(CLI::App& command, PlanArguments& arguments) {
   command.add_option("--device", arguments.device, device_names() + kDeviceFile)
       ->type_name("NAME")
       ->capture_default_str();
+}
+
+// Options of which an option does not leave anything to say.
+void exclude(CLI::Option* option, CLI::App& command, const std::vector<const char*>& others) {
+  for (const char* const other : others) {
+    option->excludes(command.get_option(other));
+  }
 }
 
 void add_shape(CLI::App& command, PlanArguments& arguments) {
@@ -97,20 +108,26 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
                    device_names() + kDeviceFile + ", or cpu: this machine")
       ->type_name("NAME")
       ->capture_default_str();
-  roofline
-      ->add_option("--kernel", arguments.kernels,
-                   "In detail, one or several; hopper-backward: the best tiles for --head-dim")
-      ->type_name("NAME");
+  CLI::Option* kernel =
+      roofline
+          ->add_option("--kernel", arguments.kernels,
+                       "In detail, one or several; hopper-backward: the best tiles for --head-dim")
+          ->type_name("NAME");
   roofline->add_option("--head-dim", arguments.head_dim, "Of hopper-backward")
+      ->needs(kernel)
       ->type_name("N")
       ->check(CLI::IsMember({64, 128, 192, 256}))
       ->capture_default_str();
-  roofline->add_flag("--sources", arguments.sources, "The device's figures and where they are from")
-      ->disable_flag_override();
-  roofline
-      ->add_flag("--generations", arguments.generations,
-                 "FlashAttention 1 to 4 on each device: what binds")
-      ->disable_flag_override();
+  exclude(
+      roofline
+          ->add_flag("--sources", arguments.sources, "The device's figures and where they are from")
+          ->disable_flag_override(),
+      *roofline, {"--kernel"});
+  exclude(roofline
+              ->add_flag("--generations", arguments.generations,
+                         "FlashAttention 1 to 4 on each device: what binds")
+              ->disable_flag_override(),
+          *roofline, {"--kernel", "--sources", "--device"});
   add_outputs(*roofline, arguments);
 }
 
@@ -145,9 +162,11 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->type_name("PASS")
       ->check(CLI::IsMember({"forward", "backward"}))
       ->capture_default_str();
-  schedule->add_option("--order", arguments.order, names)->type_name("NAME")->capture_default_str();
-  schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
-      ->disable_flag_override();
+  schedule->add_option("--order", arguments.order, names + "; not given: what the kernels do")
+      ->type_name("NAME");
+  exclude(schedule->add_flag("--compare", arguments.compare, "All orders, the fastest first")
+              ->disable_flag_override(),
+          *schedule, {"--order"});
   add_mask(*schedule, arguments);
   schedule
       ->add_option("--align", arguments.align,
@@ -155,15 +174,21 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->type_name("CORNER")
       ->check(CLI::IsMember({"bottom-right", "top-left"}))
       ->capture_default_str();
-  schedule->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
-      ->type_name("N,N,...");
+  CLI::Option* packed =
+      schedule
+          ->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+          ->type_name("N,N,...");
+  exclude(packed, *schedule, {"--tokens", "--tokens-kv", "--batch"});
   schedule
       ->add_option("--packed-kv", arguments.packed_kv,
                    "Keys of each sequence of --packed; as many if not given")
+      ->needs(packed)
       ->type_name("N,N,...");
-  schedule->add_option("--cluster", arguments.cluster, "CTAs that work together (backward)")
-      ->type_name("1|2")
-      ->check(CLI::Range(1, 2))
+  schedule
+      ->add_option("--cluster", arguments.cluster,
+                   "CTAs that work together (backward); 0: as the kernels do")
+      ->type_name("0|1|2")
+      ->check(CLI::Range(0, 2))
       ->capture_default_str();
   schedule->add_option("--processors", arguments.processors, "0: SMs / cluster")
       ->type_name("N")
@@ -174,14 +199,17 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->type_name("N")
       ->check(CLI::Range(0, 1 << 30))
       ->capture_default_str();
-  schedule->add_option("--step-cycles", arguments.step_cycles, "Of a step; 0: the kernel's bound")
+  schedule
+      ->add_option("--step-cycles", arguments.step_cycles,
+                   "Of a step; 0: as `plan predict` expects it, or where it does not, the bound")
       ->type_name("X")
       ->check(NumberRange(1e9))
       ->capture_default_str();
-  schedule->add_option("--tile-cycles", arguments.tile_cycles, "Of a tile besides its steps")
+  schedule
+      ->add_option("--tile-cycles", arguments.tile_cycles,
+                   "Of a tile besides its steps; not given: as `plan predict` has it, or 0")
       ->type_name("X")
-      ->check(NumberRange(1e9))
-      ->capture_default_str();
+      ->check(NumberRange(1e9));
   schedule
       ->add_option("--signal-cycles", arguments.signal_cycles,
                    "From an addition to dq until another processor may add")
@@ -189,11 +217,12 @@ void add_schedule(CLI::App& app, PlanArguments& arguments) {
       ->check(NumberRange(1e9))
       ->capture_default_str();
   schedule
-      ->add_option("--turn-cycles", arguments.turn_cycles,
-                   "That a step takes longer with turns at dq (an H200's fence and counter: 60)")
+      ->add_option(
+          "--turn-cycles", arguments.turn_cycles,
+          "That a step takes longer with turns at dq; not given: as `plan predict` has it, or "
+          "60, a fence and a counter")
       ->type_name("X")
-      ->check(NumberRange(1e9))
-      ->capture_default_str();
+      ->check(NumberRange(1e9));
   schedule->add_option("--slack", arguments.slack, "Steps that products may be ahead of additions")
       ->type_name("N")
       ->check(CLI::Range(0, 16))
@@ -244,12 +273,12 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
   CLI::App* predict = app.add_subcommand(
       "predict",
       "Times of one call on an H200, or predicted beside measured in benchmarks/results");
-  predict
-      ->add_option(
-          "--results", arguments.results,
-          "Files of `flashgrad bench`, benchmarks/peers.py and the GPU programs, or a folder of "
-          "them; without it the call of the other options")
-      ->type_name("FILE");
+  CLI::Option* results = predict
+                             ->add_option("--results", arguments.results,
+                                          "Files of `flashgrad bench`, benchmarks/peers.py and the "
+                                          "GPU programs, or a folder of "
+                                          "them; without it the call of the other options")
+                             ->type_name("FILE");
   add_shape(*predict, arguments);
   predict->add_option("--head-dim-v", arguments.head_dim_v, "Of v; 0: as q and k")
       ->type_name("N")
@@ -260,20 +289,22 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
       ->check(CLI::IsMember({"forward", "backward"}))
       ->capture_default_str();
   add_mask(*predict, arguments);
-  predict->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
-      ->type_name("N,N,...");
+  exclude(
+      predict
+          ->add_option("--packed", arguments.packed, "Lengths of a packed batch instead: 128,4096")
+          ->type_name("N,N,..."),
+      *predict, {"--tokens", "--batch"});
   predict->add_flag("--deterministic", arguments.deterministic, "dq in a fixed order (backward)")
       ->disable_flag_override();
+  exclude(results, *predict,
+          {"--tokens", "--batch", "--heads", "--heads-kv", "--head-dim", "--head-dim-v", "--pass",
+           "--causal", "--window", "--packed", "--deterministic"});
   add_outputs(*predict, arguments);
 }
 
 void write_file(const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file) {
-    throw Error(fmt::format("'{}' can't be written", printable(path)));
-  }
+  const std::array parts = {std::as_bytes(std::span(text))};
+  write_whole_file(path, parts);
 }
 
 }  // namespace
@@ -294,6 +325,11 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
   nlohmann::ordered_json result;
   std::string svg;
   bool ok = true;
+  for (const std::optional<std::string>* path : {&arguments.json, &arguments.svg}) {
+    if (*path) {
+      check_writable(**path);
+    }
+  }
   try {
     if (plan.got_subcommand("roofline")) {
       result = plan_roofline(arguments, &svg);
@@ -309,15 +345,15 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
   } catch (const std::invalid_argument& error) {
     throw Error(printable(error.what(), 1000));
   }
-  if (!arguments.json.empty()) {
-    write_file(arguments.json,
+  if (arguments.svg && svg.empty()) {
+    throw Error("--svg: there is no picture of this");
+  }
+  if (arguments.json) {
+    write_file(*arguments.json,
                result.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
   }
-  if (!arguments.svg.empty()) {
-    if (svg.empty()) {
-      throw Error("--svg: there is no picture of this");
-    }
-    write_file(arguments.svg, svg);
+  if (arguments.svg) {
+    write_file(*arguments.svg, svg);
   }
   return ok ? kExitOk : kExitCheckFailed;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <CLI/App.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,15 +11,14 @@ namespace flashgrad::tool {
 
 // As given on the command line.
 struct PlanArguments {
-  std::string json;  // file for the numbers; empty: none
-  std::string svg;   // file for the picture; empty: none
+  std::optional<std::string> json;  // file for the numbers
+  std::optional<std::string> svg;   // file for the picture
   std::string device = "h200";
   std::vector<std::string> kernels;
   bool sources = false;
   bool generations = false;
   int head_dim = 128;
-  int cluster = 1;
-  std::string tile;
+  int cluster = 0;  // as the kernels do
 
   std::string pass = "backward";
   std::string tokens = "16384";
@@ -34,14 +34,14 @@ struct PlanArguments {
   std::string window;
   std::string align = "bottom-right";
 
-  std::string order = "sections";
+  std::string order;  // empty: the kernels'
   bool compare = false;
-  int processors = 0;      // 0: the device's SMs, or pairs of them
-  int section = 0;         // 0: what fits the L2
-  double step_cycles = 0;  // 0: the kernel's bound
-  double tile_cycles = 0;
+  int processors = 0;       // 0: the device's SMs, or pairs of them
+  int section = 0;          // 0: as the kernels do
+  double step_cycles = 0;   // 0: the kernel's
+  double tile_cycles = -1;  // negative: the kernel's
   double signal_cycles = 700;
-  double turn_cycles = 60;
+  double turn_cycles = -1;  // negative: the kernel's
   int slack = 1;
   double jitter = 0.1;
   double spread = 0.02;

@@ -84,7 +84,8 @@ ordered_json sources(const plan::Device& device) {
   return {{"device", device.name}, {"figures", figures}};
 }
 
-ordered_json generations() {
+ordered_json generations(std::string* svg) {
+  std::vector<plan::Kernel> kernels;
   ordered_json rows = ordered_json::array();
   print_out(fmt::format("  {:<20}", "what binds"));
   for (const plan::Device& device : plan::devices()) {
@@ -94,21 +95,27 @@ ordered_json generations() {
   for (const char* name : {"standard-forward", "fa1-forward", "fa2-forward", "fa3-forward",
                            "fa3-backward", "fa4-forward", "fa4-backward", "fa4-backward-2cta"}) {
     print_out(fmt::format("  {:<20}", name));
+    kernels.push_back(plan::find_kernel(name));
     ordered_json row = {{"kernel", name}};
     for (const plan::Device& device : plan::devices()) {
-      const plan::Account a = plan::account(plan::find_kernel(name), device);
+      const plan::Account a = plan::account(kernels.back(), device);
       // An older device may lack the instructions too; what counts here is what it cannot hold.
-      const std::string cell =
-          a.overflows.empty()
-              ? fmt::format("{} ({:.0f} %)", plan::name_of(a.bottleneck), 100 * a.busy())
-              : "does not fit";
-      print_out(fmt::format(" {:<30}", cell));
-      row[device.name] = cell;
+      const bool fits = a.overflows.empty();
+      print_out(fmt::format(
+          " {:<30}", fits
+                         ? fmt::format("{} ({:.0f} %)", plan::name_of(a.bottleneck), 100 * a.busy())
+                         : "does not fit"));
+      row[device.name] = {{"fits", fits}};
+      if (fits) {
+        row[device.name].update(
+            {{"bottleneck", plan::name_of(a.bottleneck)}, {"tensor_cores_busy", a.busy()}});
+      }
     }
     print_out("\n");
     rows.push_back(row);
   }
   print_out("  (in brackets: the share of the time that the tensor cores are busy at best)\n");
+  *svg = plan::generations_svg(kernels, plan::devices());
   return rows;
 }
 
@@ -224,7 +231,7 @@ ordered_json print_plan(const char* name, const plan::MemoryPlan& plan) {
 
 ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   if (arguments.generations) {
-    return generations();
+    return generations(svg);
   }
   if (arguments.device == "cpu") {
     return this_machine();
@@ -239,6 +246,9 @@ ordered_json plan_roofline(const PlanArguments& arguments, std::string* svg) {
   if (std::find(arguments.kernels.begin(), arguments.kernels.end(), "hopper-backward") !=
       arguments.kernels.end()) {
     throw Error("--kernel: hopper-backward goes alone");
+  }
+  if (arguments.head_dim != PlanArguments().head_dim) {
+    throw Error("--head-dim: of hopper-backward alone; the other kernels have their own");
   }
   if (!arguments.kernels.empty()) {
     std::vector<plan::Kernel> kernels;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "plan/account.hpp"
 #include "plan/judge.hpp"
@@ -26,9 +27,9 @@ plan::WaitSite find_wait(const plan::Program& program, const std::string& name) 
     if (describe(site) == name) {
       return site;
     }
-    names += "\n  " + describe(site);
+    names += (names.empty() ? "" : ", ") + describe(site);
   }
-  throw Error(fmt::format("--drop-wait: no '{}', want one of:{}", printable(name), names));
+  throw Error(fmt::format("--drop-wait: no '{}', want one of: {}", printable(name), names));
 }
 
 void print_map(const plan::Program& program) {
@@ -48,29 +49,41 @@ void print_map(const plan::Program& program) {
 
 ordered_json plan_simulate(const PlanArguments& arguments, std::string* svg, bool* ok) {
   const plan::ProgramChoice& choice = plan::find_program(arguments.program);
-  const int keys = std::max(arguments.keys, choice.keys);
-  if (keys % choice.keys != 0 || arguments.queries % 128 != 0) {
-    throw Error(fmt::format("--keys wants a multiple of {}, --queries of 128", choice.keys));
+  const int run_keys = choice.keys > 0 ? choice.keys : 128;
+  const int keys = std::max(arguments.keys, run_keys);
+  if (keys % run_keys != 0 || arguments.queries % 128 != 0) {
+    throw Error(fmt::format("--keys wants a multiple of {}, --queries of 128", run_keys));
   }
   if (arguments.causal && arguments.queries > keys) {
     throw Error("--causal: more queries than keys would leave rows that see nothing");
   }
-  plan::HeadData data =
-      plan::random_head(arguments.queries, keys, choice.head_dim, arguments.causal, 1);
+  plan::HeadData data = plan::random_head(arguments.queries, keys, choice.head_dim,
+                                          arguments.causal, 1, choice.head_dim_v);
   const plan::Program program = choice.make(data, 0);
-  print_out(fmt::format("{}: {} CTA{}, head_dim {}, {} queries, {} keys{}\n", choice.name,
+  const std::optional<plan::WaitSite> dropped =
+      arguments.drop_wait.empty() ? std::nullopt
+                                  : std::optional(find_wait(program, arguments.drop_wait));
+  const bool own_v = choice.head_dim_v > 0 && choice.head_dim_v != choice.head_dim;
+  print_out(fmt::format("{}: {} CTA{}, head_dim {}{}, {} queries, {} keys{}\n", choice.name,
                         program.ctas, program.ctas == 1 ? "" : "s", choice.head_dim,
-                        arguments.queries, keys, arguments.causal ? ", causal" : ""));
+                        own_v ? fmt::format("/{}", choice.head_dim_v) : "", arguments.queries, keys,
+                        arguments.causal ? ", causal" : ""));
+  for (const char* const other : {choice.before, choice.after}) {
+    if (other != nullptr && !dropped) {
+      print_out(
+          fmt::format("  with {} {} it\n", other, other == choice.before ? "before" : "after"));
+    }
+  }
   print_map(program);
 
   plan::SimulationResult result;
-  if (arguments.drop_wait.empty()) {
+  if (!dropped) {
     result = plan::run_backward(choice, data, static_cast<std::uint64_t>(arguments.seed));
   } else {
-    const plan::WaitSite site = find_wait(program, arguments.drop_wait);
-    print_out(fmt::format("without the wait {}, first keys only\n", describe(site)));
-    result =
-        plan::run(plan::without(program, site), data, static_cast<std::uint64_t>(arguments.seed));
+    print_out(fmt::format("without the wait {}{}\n", describe(*dropped),
+                          choice.keys > 0 ? ", first keys only" : ""));
+    result = plan::run(plan::without(program, *dropped), data,
+                       static_cast<std::uint64_t>(arguments.seed));
   }
   *svg = plan::trace_svg(program, result.trace);
   ordered_json faults = ordered_json::array();
@@ -80,7 +93,7 @@ ordered_json plan_simulate(const PlanArguments& arguments, std::string* svg, boo
   }
   *ok = result.faults.empty();
   ordered_json json = {{"program", choice.name}, {"faults", faults}};
-  if (!arguments.drop_wait.empty()) {
+  if (dropped) {
     if (*ok) {
       print_out("no fault: other waits imply this one\n");
     }
@@ -101,7 +114,7 @@ ordered_json plan_simulate(const PlanArguments& arguments, std::string* svg, boo
 
   // One program alone: the account is of one pair of tiles.
   plan::HeadData fresh =
-      plan::random_head(arguments.queries, choice.keys, choice.head_dim, false, 1);
+      plan::random_head(arguments.queries, run_keys, choice.head_dim, false, 1, choice.head_dim_v);
   const plan::Program once = choice.make(fresh, 0);
   const plan::SimulationResult counted = plan::run(once, fresh);
   const auto expected = plan::shared_bytes_by_use(plan::find_kernel(choice.kernel));

@@ -45,25 +45,24 @@ AttentionCall load_call(const std::string& path) {
     const char* name;
     HostTensor* tensor;
   };
-  const std::array<Slot, 12> slots = {{{"q", &call.q},
-                                       {"k", &call.k},
-                                       {"v", &call.v},
-                                       {"out", &call.out},
-                                       {"lse", &call.lse},
-                                       {"dout", &call.dout},
-                                       {"dlse", &call.dlse},
-                                       {"sinks", &call.sinks},
-                                       {"cu_seqlens_q", &call.cu_seqlens_q},
-                                       {"cu_seqlens_kv", &call.cu_seqlens_kv},
-                                       {"seqused_q", &call.seqused_q},
-                                       {"seqused_kv", &call.seqused_kv}}};
-  std::vector<Slot> all(slots.begin(), slots.end());
-  all.push_back({"q_offset", &call.q_offset});
+  const std::array<Slot, 13> all = {{{"q", &call.q},
+                                     {"k", &call.k},
+                                     {"v", &call.v},
+                                     {"out", &call.out},
+                                     {"lse", &call.lse},
+                                     {"dout", &call.dout},
+                                     {"dlse", &call.dlse},
+                                     {"sinks", &call.sinks},
+                                     {"cu_seqlens_q", &call.cu_seqlens_q},
+                                     {"cu_seqlens_kv", &call.cu_seqlens_kv},
+                                     {"seqused_q", &call.seqused_q},
+                                     {"seqused_kv", &call.seqused_kv},
+                                     {"q_offset", &call.q_offset}}};
 
   std::uint64_t total_bytes = 0;
   std::int64_t num_unread = 0;
   for (const TensorEntry& entry : file.entries()) {
-    const auto slot =
+    const auto* const slot =
         std::find_if(all.begin(), all.end(), [&](const Slot& s) { return entry.name == s.name; });
     if (slot == all.end()) {
       if (num_unread++ < kMaxNamesNoted) {

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <charconv>
@@ -13,19 +14,52 @@
 
 namespace flashgrad::tool {
 
+namespace {
+
+// The bytes of the UTF-8 character that `text` begins with, if a terminal shows it and nothing else
+// happens; 0 if not.
+std::size_t visible_bytes(std::string_view text) {
+  const auto byte = [text](std::size_t i) -> unsigned {
+    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
+  };
+  const unsigned first = byte(0);
+  if (first < 0x80) {
+    return first >= 0x20 && first != 0x7f ? 1 : 0;
+  }
+  const std::size_t size = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
+  unsigned code = first & (0xffU >> (size + 1));
+  for (std::size_t i = 1; i < size; ++i) {
+    if ((byte(i) & 0xc0U) != 0x80) {
+      return 0;
+    }
+    code = code << 6 | (byte(i) & 0x3fU);
+  }
+  constexpr std::array<unsigned, 5> kSmallest = {0, 0, 0x80, 0x800, 0x10000};
+  const auto within = [code](unsigned low, unsigned high) { return code >= low && code <= high; };
+  const bool is_character = first >= 0xc0 && first <= 0xf4 && code >= kSmallest[size] &&
+                            code <= 0x10ffff && !within(0xd800, 0xdfff);
+  // Controls of the upper half (0x9b begins an escape sequence as ESC [ does), what has no width,
+  // ends a line or turns the direction of writing.
+  const bool acts = within(0x80, 0x9f) || within(0x200b, 0x200f) || within(0x2028, 0x202e) ||
+                    within(0x2060, 0x206f) || code == 0x61c || code == 0xfeff;
+  return is_character && !acts ? size : 0;
+}
+
+}  // namespace
+
 std::string printable(std::string_view text, std::size_t max_bytes) {
   std::string result;
-  for (const char c : text) {
+  while (!text.empty()) {
     if (result.size() >= max_bytes) {
       return result + "...";
     }
-    // Bytes from 0x80 on stay: they are UTF-8 where the header was valid JSON.
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte == 0x7f) {
-      result += fmt::format("\\x{:02x}", byte);
+    const std::size_t visible = visible_bytes(text);
+    if (visible > 0) {
+      result += text.substr(0, visible);
     } else {
-      result += c;
+      result += fmt::format("\\x{:02x}", static_cast<unsigned char>(text[0]));
     }
+    text.remove_prefix(std::max<std::size_t>(visible, 1));
   }
   return result;
 }

@@ -27,8 +27,9 @@ class Error : public std::runtime_error {
   int exit_status_;
 };
 
-// Text from a file or a command line, made safe to print: no control characters (a file could hold
-// terminal escapes or line breaks), and cut after about `max_bytes`.
+// Text from a file or a command line, made safe to print: nothing but characters that a terminal
+// shows (a file could hold escapes, line breaks or what turns the direction of writing), the other
+// bytes as \xNN, and cut after about `max_bytes`.
 std::string printable(std::string_view text, std::size_t max_bytes = 80);
 
 // Parse all of `text` or throw an Error that begins with `what`. Numbers are decimal; nan and inf,

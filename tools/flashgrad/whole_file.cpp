@@ -8,7 +8,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <utility>
@@ -38,6 +40,9 @@ fs::path target_of(const std::string& path) {
     }
   }
   const fs::file_status status = fs::status(target, error);
+  if (status.type() == fs::file_type::none) {
+    throw_cannot_write(path, error.message());  // a name that is too long, say
+  }
   if (fs::exists(status) && !fs::is_regular_file(status)) {
     throw_cannot_write(path, "it exists and is not a regular file");
   }
@@ -46,6 +51,39 @@ fs::path target_of(const std::string& path) {
   }
   return target;
 }
+
+volatile std::sig_atomic_t pending_signal = 0;  // NOLINT(*-avoid-non-const-global-variables)
+
+// While this lives, a signal that asks the program to end is noted, and takes effect when this
+// goes: after the temporary file's name is gone.
+class DeferredSignals {
+ public:
+  DeferredSignals() {
+    pending_signal = 0;
+    struct sigaction note {};
+    note.sa_handler = [](int signal) { pending_signal = signal; };
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
+      sigaction(kSignals[i], nullptr, &before_[i]);
+      if (before_[i].sa_handler != SIG_IGN) {  // as nohup leaves it
+        sigaction(kSignals[i], &note, nullptr);
+      }
+    }
+  }
+  ~DeferredSignals() {
+    for (std::size_t i = 0; i < kSignals.size(); ++i) {
+      sigaction(kSignals[i], &before_[i], nullptr);
+    }
+    if (pending_signal != 0) {
+      std::raise(pending_signal);
+    }
+  }
+  DeferredSignals(const DeferredSignals&) = delete;
+  DeferredSignals& operator=(const DeferredSignals&) = delete;
+
+ private:
+  static constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP};
+  std::array<struct sigaction, kSignals.size()> before_{};
+};
 
 // A new file beside the target. Unless it takes the target's name, it goes when this goes.
 class TemporaryFile {
@@ -70,8 +108,11 @@ class TemporaryFile {
 
   void write(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
+      if (pending_signal != 0) {
+        throw_cannot_write(path_, "interrupted");
+      }
       const ssize_t written =
-          ::write(fd_, bytes.data(), std::min(bytes.size(), std::size_t{1} << 30));
+          ::write(fd_, bytes.data(), std::min(bytes.size(), std::size_t{1} << 24));
       if (written < 0 && errno == EINTR) {
         continue;
       }
@@ -102,6 +143,7 @@ class TemporaryFile {
   }
 
  private:
+  DeferredSignals signals_;  // first, so that it goes last
   const std::string& path_;
   fs::path target_;
   std::string name_;

@@ -183,6 +183,12 @@ def attention(
     """
     if alignment not in ALIGNMENTS:
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if isinstance(x, jax.core.Tracer):
+            raise NotImplementedError(
+                f"flashgrad: {name}: an argument of a transformed function, want a number that is "
+                "known while the program is made (q may be multiplied by another)"
+            )
     left, right = band(causal, window)
     options = pack_options(
         left, right, ALIGNMENTS[alignment], NAN if scale is None else float(scale),

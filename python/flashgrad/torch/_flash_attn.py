@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of flash-attn 2 with its argument names and defaults, and what flashgrad adds."""
+"""The functions of flash-attn 2 with its argument names and defaults, and what flashgrad adds.
+
+What FlashAttention-3 adds is taken by name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 import torch
 
 from .._functions import ALIGNMENTS, Alignment
-from ._ops import attention
+from .._library import ArgumentError
+from ._ops import attention, check_tensor
 
 Output = Any  # a tensor, or the tuple that return_lse or return_attn_probs asks for
 
@@ -29,6 +33,25 @@ def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any = None) -> Non
         )
 
 
+# Arguments that FlashAttention-3 added: what is supported of those that change the result, and
+# those that only tune its kernels.
+_FLASH_ATTN_3 = {
+    "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0,
+}  # fmt: skip
+_FLASH_ATTN_3_TUNING = ("num_splits", "pack_gqa", "sm_margin")
+
+
+def _check_flash_attn_3(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name in _FLASH_ATTN_3_TUNING:
+            continue
+        if name not in _FLASH_ATTN_3:
+            raise TypeError(f"flashgrad: {name}: an unexpected argument")
+        want = _FLASH_ATTN_3[name]
+        if value is not want and value != want:
+            raise NotImplementedError(f"flashgrad: {name}: given, want {want}: it is not supported")
+
+
 def _attend(
     tensors: tuple[torch.Tensor, ...],
     causal: bool = False,
@@ -46,9 +69,7 @@ def _attend(
     """The options of flash-attn and flashgrad on tensors as ``attention`` takes them."""
     _refuse(dropout_p, alibi_slopes, block_table)
     # As flash-attn's users expect, a negative side is open, and causal closes the right one.
-    left, right = (
-        window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
-    )
+    left, right = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
     if left is not None and left < 0:
         left = None
     if causal:
@@ -56,7 +77,7 @@ def _attend(
     elif right is not None and right < 0:
         right = None
     if alignment not in ALIGNMENTS:
-        raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
+        raise ArgumentError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     out, lse = attention(
         *tensors,
         window_left=left,
@@ -72,9 +93,10 @@ def _attend(
 
 
 def _check_packed(packed: torch.Tensor, name: str, parts: int, dim: int) -> None:
+    check_tensor(name, packed)
     if packed.ndim != dim + 3 or packed.shape[dim] != parts:
         rows = "batch, seqlen" if dim == 2 else "total"
-        raise ValueError(
+        raise ArgumentError(
             f"flashgrad: {name}: shape {tuple(packed.shape)}, want "
             f"({rows}, {parts}, heads, head_dim)"
         )
@@ -99,6 +121,7 @@ def flash_attn_func(
     seqused_k: torch.Tensor | None = None,
     q_offset: torch.Tensor | None = None,
     alignment: Alignment = "bottom-right",
+    **flash_attn_3: Any,
 ) -> Output:
     """``softmax(softmax_scale * q k^T) v``, differentiable.
 
@@ -143,6 +166,9 @@ def flash_attn_func(
         Where the first query of each sequence stands among its keys; replaces shift.
     alignment : "bottom-right" or "top-left"
         "top-left" sets shift to 0.
+    **flash_attn_3
+        Arguments of FlashAttention-3: num_splits, pack_gqa and sm_margin change nothing; qv,
+        q_descale, k_descale, v_descale must be None, attention_chunk 0.
 
     Returns
     -------
@@ -155,10 +181,10 @@ def flash_attn_func(
     Raises
     ------
     ValueError
-        A tensor or an option contradicts the rules.
+        A tensor or an option contradicts the rules. It is a RuntimeError too, as flash-attn's.
     NotImplementedError
         What is not supported: dropout, ALiBi, a device or dtype that no backend serves. Double
-        backward raises it too.
+        backward and forward-mode differentiation raise it too.
     RuntimeError
         The device reported an error.
 
@@ -168,6 +194,7 @@ def flash_attn_func(
     >>> q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
     >>> flash_attn_func(q, k, v, causal=True).sum().backward()
     """
+    _check_flash_attn_3(flash_attn_3)
     return _attend(
         (q, k, v), causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
@@ -259,6 +286,7 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     q_offset: torch.Tensor | None = None,
     alignment: Alignment = "bottom-right",
+    **flash_attn_3: Any,
 ) -> Output:
     """``flash_attn_func`` on packed sequences, each on its own.
 
@@ -282,6 +310,7 @@ def flash_attn_varlen_func(
     out : Tensor (total_q, heads_q, head_dim_v)
     lse : Tensor (heads_q, total_q)
     """
+    _check_flash_attn_3(flash_attn_3)
     return _attend(
         (q, k, v), cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, causal=causal,

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boolean masks that flashgrad can serve: recognised by content, and attention under them."""
+"""Masks that flashgrad can serve: recognised by content, and attention under them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
+from .._library import ArgumentError
 from ._ops import attention
 
 REFUSED = (
     "flashgrad: attention mask: {}, want none, a causal bias of torch.nn.attention.bias, or (in "
-    "eager mode) a boolean mask that is a diagonal band, a left or right key padding, or both"
+    "eager mode) a mask, boolean or of 0 and -inf, that is a diagonal band, a left or right key "
+    "padding, or both"
 )
 
 
@@ -82,11 +85,13 @@ def seen_keys(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand:
-    """Recognises a boolean mask that broadcasts to (..., heads, seqlen_q, seqlen_kv).
+    """Recognises a mask that broadcasts to (..., heads, seqlen_q, seqlen_kv).
 
     Parameters
     ----------
     mask : Tensor
+        Boolean, or a bias of 0 and -inf. The lowest finite number of its dtype counts as -inf, but
+        in a row that sees nothing, where it means the mean of the values.
     shape : tuple of int
         What it is broadcast to: all leading dimensions, seqlen_q, seqlen_kv.
     batch : int
@@ -97,19 +102,30 @@ def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand
     ValueError
         It does not broadcast.
     NotImplementedError
-        It is not boolean or no band or padding, or can't be read: under torch.compile and CUDA
-        graph capture its content is not known.
+        It is no band or padding, its gradient is wanted, or it can't be read: under torch.compile,
+        CUDA graph capture and transforms of torch.func its content is not known.
     """
-    if mask.dtype != torch.bool:
-        raise NotImplementedError(REFUSED.format(f"a bias of dtype {mask.dtype}"))
+    what = "a boolean mask" if mask.dtype == torch.bool else f"a bias of dtype {mask.dtype}"
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(REFUSED.format(f"{what} that requires grad"))
     if torch.compiler.is_compiling():
         raise NotImplementedError(REFUSED.format("a tensor under torch.compile"))
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(REFUSED.format("a tensor under CUDA graph capture"))
+    if torch._C._functorch.is_functorch_wrapped_tensor(mask):
+        raise NotImplementedError(REFUSED.format("a tensor that torch.func transforms"))
+    same = torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.is_floating_point():
+        lowest = mask == torch.finfo(mask.dtype).min
+        hidden = lowest | (mask == -math.inf)
+        mask = mask == 0
+        same = (mask | hidden).all() & (mask.any(-1) | ~lowest.any(-1)).all()
+    elif mask.dtype != torch.bool:
+        raise NotImplementedError(REFUSED.format(what))
     try:
         mask = mask.expand(shape)
     except RuntimeError:
-        raise ValueError(
+        raise ArgumentError(
             f"flashgrad: attention mask: shape {tuple(mask.shape)}, want broadcastable to {shape}"
         ) from None
     if mask.numel() == 0:
@@ -118,12 +134,11 @@ def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand
     heads = shape[-3] if len(shape) > 2 else 1
     if mask.ndim != 4:
         mask = mask.reshape(batch, heads, rows, keys)
-    same = torch.ones((), dtype=torch.bool, device=mask.device)
     if heads > 1 and mask.stride(1) != 0:
-        same = (mask == mask[:, :1]).all()
+        same = same & (mask == mask[:, :1]).all()
     band = recognise(*seen_keys(mask[:, 0]), keys, same)
     if band is None:
-        raise NotImplementedError(REFUSED.format("a boolean mask of another form"))
+        raise NotImplementedError(REFUSED.format(f"{what} of another form"))
     return band
 
 

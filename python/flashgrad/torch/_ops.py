@@ -5,6 +5,7 @@
     Meta        shapes and dtypes only: torch.compile, FakeTensor
     Autograd    one autograd.Function each; the one of backward refuses to be differentiated
     Autocast    casts q, k, v (and dout) to autocast's dtype
+    vmap        a mapped axis becomes a part of the batch
 
 ``torch.library.custom_op`` would write these rules itself, but costs 96 us a forward and backward.
 """
@@ -15,6 +16,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import has_torch_function_variadic
 
 from .._call import Call, capsule_pointer, pack_options
 from .._library import BACKWARD, FORWARD, UNBOUNDED
@@ -173,23 +178,37 @@ if hasattr(torch._C.DispatchKeySet, "raw_repr"):  # an older PyTorch always take
     )
 
 
-def _is_ordinary(q: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def _is_ordinary(optional: Any, *tensors: Any) -> bool:
     """Whether autograd and autocast are all that the dispatcher would do before the kernel.
 
     Then it is left out, which halves the overhead of a small call. No mode, transform or tracer is
-    active, and the tensors are neither subclasses nor lazily negated.
+    active, and the arguments are tensors, neither of subclasses nor lazily negated.
     """
     if (
         _PLAIN_THREAD is None
         or torch.compiler.is_compiling()
         or torch._C._dispatch_tls_local_include_set().raw_repr() != _PLAIN_THREAD
-        or torch._C._dispatch_keys(q).raw_repr() not in _PLAIN_TENSORS
+        or has_torch_function_variadic(optional, *tensors)
     ):
         return False
-    for x in others:
-        if x is not None and torch._C._dispatch_keys(x).raw_repr() not in _PLAIN_TENSORS:
-            return False
+    try:
+        for x in tensors if optional is None else (optional, *tensors):
+            if torch._C._dispatch_keys(x).raw_repr() not in _PLAIN_TENSORS:
+                return False
+    except TypeError:  # one is no tensor
+        return False
     return True
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Refuses what has neither the shape nor the memory of a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"flashgrad: {name}: a {type(x).__name__}, want a Tensor")
+    if x.is_nested:
+        raise NotImplementedError(
+            f"flashgrad: {name}: a nested tensor, want a dense one: give the values and offsets of "
+            "its sequences to flash_attn_varlen_func"
+        )
 
 
 def _is_cast(*tensors: torch.Tensor) -> bool:
@@ -211,7 +230,14 @@ def _parts(tensors: Sequence[Any], dim: int | None) -> Sequence[Any]:
     return [*separate, *packed.unbind(dim)]
 
 
-class _Forward(torch.autograd.Function):
+def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise NotImplementedError(
+        "flashgrad: forward-mode differentiation (jvp, jacfwd, hessian) is not supported: use "
+        "backward, torch.func.grad, vjp or jacrev"
+    )
+
+
+class _Forward(_SingleLevelFunction):
     """out and lse, both differentiable.
 
     ``tensors`` are as ``_parts`` takes them, and so are their gradients: those of packed tensors
@@ -254,7 +280,7 @@ class _Forward(torch.autograd.Function):
         if dim is not None:
             saved = [*_parts(tensors, dim), *saved[-2:]]
         create_graph = torch.is_grad_enabled()
-        if create_graph or not (direct and _is_ordinary(dlse if dout is None else dout, dlse)):
+        if create_graph or not (direct and _is_ordinary(dlse, dlse if dout is None else dout)):
             arguments = (dout, dlse, *saved, sinks, *options)
             # A packed tensor is the last one; all of its parts are needed or none.
             needs_parts = (*needs, *needs[-1:] * (3 - len(needs)), need_dsinks)
@@ -279,13 +305,10 @@ class _Forward(torch.autograd.Function):
         _differentiate(dout, dlse, saved, [*gradients, dsinks], (sinks, *options))
         return (None, None, None, None, None, dsinks, *results)
 
-
-# _Forward.apply without what it does for torch.func's transforms, of which none is active where
-# this is called: 1 us less.
-_apply = super(torch.autograd.Function, _Forward).apply
+    jvp = staticmethod(_refuse_forward_mode)
 
 
-class _Backward(torch.autograd.Function):
+class _Backward(_SingleLevelFunction):
     """The gradients, which can't be differentiated again."""
 
     @staticmethod
@@ -300,9 +323,13 @@ class _Backward(torch.autograd.Function):
             "differentiated again"
         )
 
+    jvp = staticmethod(_refuse_forward_mode)
+
 
 def _records(tensors: Iterable[Any]) -> bool:
-    """Whether autograd records an operation on these arguments."""
+    """Whether autograd records an operation on these arguments, or may have tangents of them."""
+    if forward_ad._current_level >= 0:
+        return True
     if torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -310,25 +337,70 @@ def _records(tensors: Iterable[Any]) -> bool:
     return False
 
 
+def _record(function: Any, *arguments: Any) -> Any:
+    """``function.apply`` for the dispatcher, which may call it for one level of torch.func's."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)
+
+
 def _forward_autograd(q: Any, k: Any, v: Any, sinks: Any, *options: Any) -> Any:
     if _records((q, k, v, sinks)):
-        return _Forward.apply(False, None, (q, k, v), None, options, sinks, q, k, v)
+        return _record(_Forward, False, None, (q, k, v), None, options, sinks, q, k, v)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward_op(q, k, v, sinks, *options)
 
 
 def _backward_autograd(*arguments: Any) -> Any:
     if _records(arguments):
-        return _Backward.apply(*arguments)
+        return _record(_Backward, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_op(*arguments)
 
 
+def _batching(op: Any, num_tensors: int) -> Any:
+    """The vmap rule of an operator that takes so many tensors before its other options.
+
+    One call with a larger batch where that means the same. Packed sequences have no batch to
+    extend, sinks of their own and the sum of their gradients over the batch must not mix what was
+    mapped over: there each is a call of its own.
+    """
+    at_sinks = num_tensors - _NUM_LENGTHS
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        tensors, others = arguments[:num_tensors], arguments[num_tensors:]
+        sinks, cu_seqlens_q = tensors[at_sinks : at_sinks + 2]
+        count = info.batch_size
+        apart = cu_seqlens_q is not None or in_dims[at_sinks] is not None
+        if apart or (sinks is not None and op is _backward_op):
+            each = [
+                op(*(x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims)), *others)
+                for i in range(count)
+            ]
+            results = tuple(torch.stack(x) for x in zip(*each))
+        else:
+            folded = [
+                x if x is None or x is sinks else _fold(x, d, count)
+                for x, d in zip(tensors, in_dims)
+            ]
+            results = tuple(
+                x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in op(*folded, *others)
+            )
+        return results, (0,) * len(results)
+
+    return rule
+
+
+def _fold(x: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
+    """The mapped axis as a part of the batch."""
+    x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
 def _autocast(device_type: str) -> Any:
     """The Autocast rule of a device type: as PyTorch's own attention, all but float64 is cast."""
-    keys = torch._C.DispatchKeySet(
-        getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
-    )
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
 
     def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
@@ -348,6 +420,9 @@ torch.library.register_fake("flashgrad::forward", _forward_meta, lib=_library)
 torch.library.register_fake("flashgrad::backward", _backward_meta, lib=_library)
 _library.impl("forward", _forward_autograd, "Autograd")
 _library.impl("backward", _backward_autograd, "Autograd")
+if hasattr(torch.library, "register_vmap"):  # before PyTorch 2.5, vmap calls one by one
+    for _op, _num_tensors in ((_forward_op, 3 + _NUM_LENGTHS), (_backward_op, 7 + _NUM_LENGTHS)):
+        torch.library.register_vmap(_op._name, _batching(_op, _num_tensors), lib=_library)
 _library.impl("forward", _autocast("cpu"), "AutocastCPU")
 _library.impl("forward", _autocast("cuda"), "AutocastCUDA")
 
@@ -384,7 +459,7 @@ def attention(
         window_left, window_right, top_left, scale, softcap,
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    if _is_ordinary(*tensors, sinks) and _is_cast(*tensors):
+    if _is_ordinary(sinks, *tensors) and _is_cast(*tensors):
         records = _records((*tensors, sinks))
         # Detached, so that autograd does not record the slices of a packed tensor.
         q, k, v = parts = tensors if dim is None else _parts([x.detach() for x in tensors], dim)
@@ -392,10 +467,12 @@ def attention(
         if sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None:
             plan = find(q, k, v, options, _make_plan)
         if records:
-            return _apply(True, plan, parts, dim, options, sinks, *tensors)
+            return _Forward.apply(True, plan, parts, dim, options, sinks, *tensors)
         if plan is not None:
             return plan.forward(q, k, v)
         return _forward_kernel(q, k, v, sinks, *options)
+    for name, x in zip(("q", "k", "v"), tensors):
+        check_tensor(name, x)
     return _forward_op(*_parts(tensors, dim), sinks, *options)
 
 

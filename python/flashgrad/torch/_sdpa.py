@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from .._library import ArgumentError
 from ._masks import band_attention, read_mask
-from ._ops import attention
+from ._ops import attention, check_tensor
 
 
 def scaled_dot_product_attention(
@@ -32,9 +34,10 @@ def scaled_dot_product_attention(
     value : Tensor (..., heads_kv, S, E_v)
     attn_mask : optional
         ``torch.nn.attention.bias.causal_upper_left`` or ``causal_lower_right``. In eager mode also
-        a boolean Tensor broadcastable to (..., heads, L, S), True where a row sees a key, whose
-        content is a diagonal band, a contiguous range of keys for each sequence, or both; reading
-        it synchronises with the device once.
+        a Tensor broadcastable to (..., heads, L, S), boolean and True where a row sees a key, or
+        0 there and -inf elsewhere (as ``torch.nn.MultiheadAttention`` makes it), whose content is
+        a diagonal band, a contiguous range of keys for each sequence, or both; reading it
+        synchronises with the device once.
     dropout_p : float
         Must be 0.
     is_causal : bool
@@ -52,9 +55,9 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError
-        Shapes, dtypes or options contradict each other.
+        Shapes, dtypes or options contradict each other. It is a RuntimeError too, as PyTorch's.
     NotImplementedError
-        Dropout, any other mask, and what ``flash_attn_func`` refuses.
+        Dropout, any other mask, nested tensors, and what ``flash_attn_func`` refuses.
 
     Examples
     --------
@@ -62,19 +65,26 @@ def scaled_dot_product_attention(
     >>> q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
     >>> scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
+    if has_torch_function_variadic(query, key, value):
+        return handle_torch_function(
+            scaled_dot_product_attention, (query, key, value), query, key, value,
+            attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa,
+        )  # fmt: skip
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"flashgrad: dropout_p: {dropout_p}, want 0: dropout of attention probabilities is not "
             "supported"
         )
     if is_causal and attn_mask is not None:
-        raise ValueError("flashgrad: attn_mask: given with is_causal, want one of them")
+        raise ArgumentError("flashgrad: attn_mask: given with is_causal, want one of them")
     for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
         if x.ndim < 2:
-            raise ValueError(f"flashgrad: {name}: {x.ndim} dimensions, want 2 or more")
+            raise ArgumentError(f"flashgrad: {name}: {x.ndim} dimensions, want 2 or more")
     q, k, v, leading = _to_batch_heads(query, key, value)
     if q.shape[1] != k.shape[1] and k.shape[1] != 1 and not enable_gqa:
-        raise ValueError(
+        raise ArgumentError(
             f"flashgrad: key: {k.shape[1]} heads, want {q.shape[1]} (query's), or enable_gqa=True"
         )
     if attn_mask is None:
@@ -99,7 +109,14 @@ def _to_batch_heads(
     # A single head of keys or values stands for those of the other, one of queries for all.
     heads_kv = max(heads[1:])
     heads = [h if h > 1 else heads_kv for h in heads]
-    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise ArgumentError(
+            f"flashgrad: query, key, value: shapes {shapes}, whose dimensions before the heads do "
+            "not broadcast"
+        ) from None
     ndim = max(x.ndim for x in tensors)
     leading = (*batch, heads[0]) if ndim > 2 else ()
     if all(x.ndim == 4 and x.shape[:2] == (*batch, h) for x, h in zip(tensors, heads)):
@@ -126,7 +143,7 @@ def _causal_bias(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool | None:
         return None
     want = (q.shape[2], k.shape[2])
     if (mask.seq_len_q, mask.seq_len_kv) != want:
-        raise ValueError(
+        raise ArgumentError(
             f"flashgrad: attn_mask: a causal bias for {(mask.seq_len_q, mask.seq_len_kv)}, want "
             f"{want} (query's and key's lengths)"
         )

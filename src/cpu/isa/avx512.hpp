@@ -62,7 +62,6 @@ struct Avx512Base {
   FG_INLINE bool any(Mask m) { return m != 0; }
   FG_INLINE bool any_nan(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
   FG_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
-  FG_INLINE float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
 
   template <DType kType>
   FG_INLINE Vec load_as(const void* p) {

@@ -27,14 +27,18 @@
 // | lane_mask(begin, end) | lanes l with begin <= l < end; any integers |
 // | not_equal(a, b) less(a, b) both(m, n) | masks: a != b (true where one is NaN); a < b; m and n |
 // | keep(m, x) select(m, a, b) | m ? x : 0; m ? a : b |
-// | any(m) any_nan(x) reduce_add(x) reduce_max(x) | over the lanes, in a fixed order |
-// | load_as<DType>(p) store_as<DType>(p, v) | kLanes elements, converted (stores round to nearest
-// even) | | load_units store_units broadcast(u) | | | multiply_add(acc, a, b) | acc + a * b, or acc
-// + a.lo * b.lo + a.hi * b.hi | | transpose(src, lds, dst, ldd) | kLanes x kLanes units | |
-// load_bytes(p) | kPair = 2: 2 * kLanes bf16 of any alignment | | any_not_finite(v) | kPair = 2:
-// whether one of them is an infinity or NaN | | narrow(lo, hi) | kPair = 2: 2 * kLanes floats to
-// bf16, in order | | interleave(a, b, lo, hi) | kPair = 2: lo, hi = the pairs (a_0, b_0), (a_1,
-// b_1), ... of 2 * kLanes bf16 each |
+// | any(m) any_nan(x) reduce_add(x) | over the lanes, in a fixed order |
+// | load_as<DType>(p) store_as<DType>(p, v) | kLanes elements, converted, to nearest even |
+// | load_units store_units broadcast(u) | |
+// | multiply_add(acc, a, b) | acc + a * b, or acc + a.lo * b.lo + a.hi * b.hi |
+// | transpose(src, lds, dst, ldd) | kLanes x kLanes units |
+//
+// and with kPair = 2
+//
+// | load_bytes(p) | 2 * kLanes bf16 of any alignment |
+// | any_not_finite(v) | whether one of them is an infinity or NaN |
+// | narrow(lo, hi) | 2 * kLanes floats to bf16, in order |
+// | interleave(a, b, lo, hi) | lo, hi = (a_0, b_0), (a_1, b_1), ... of 2 * kLanes bf16 each |
 #pragma once
 
 #define FG_INLINE [[gnu::always_inline]] static inline

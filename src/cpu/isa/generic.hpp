@@ -95,11 +95,6 @@ struct Generic {
   FG_INLINE bool any(Mask m) { return (m[0] | m[1] | m[2] | m[3]) != 0; }
   FG_INLINE bool any_nan(Vec x) { return any(x != x); }
   FG_INLINE float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
-  FG_INLINE float reduce_max(Vec x) {
-    const float a = x[0] > x[2] ? x[0] : x[2];
-    const float b = x[1] > x[3] ? x[1] : x[3];
-    return a > b ? a : b;
-  }
 
   template <DType kType>
   FG_INLINE Vec load_as(const void* p) {

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, pass 2 of 3, head dims up to 128. Key blocks outside, query blocks inside: one CTA
 // holds block_n keys, and for every query head of the group and every query block m that sees them
-//   (1) S^T  = K Q^T                     (2) P^T  = exp2(scale_log2 * S^T - lse_log2), 0 where
-//   masked (3) dP^T = V dO^T                    (4) dS^T = P^T * (dP^T - delta + dlse) (5) dV  +=
-//   P^T dO                    (6) dK  += dS^T Q (7) dQ   = dS K, added to f32 accumulators in
-//   global memory
+//   (1) S^T  = K Q^T
+//   (2) P^T  = exp2(scale_log2 * S^T - lse_log2), 0 where masked
+//   (3) dP^T = V dO^T
+//   (4) dS^T = P^T * (dP^T - delta + dlse)
+//   (5) dV  += P^T dO
+//   (6) dK  += dS^T Q
+//   (7) dQ   = dS K, added to f32 accumulators in global memory
 // With softcap, S is capped before (2) and dS^T takes the factor 1 - (s / softcap)^2.
 //
 // Warpgroup roles (384 threads):
 //   0     "dq" (bwd_dq.cuh): its first warp issues the loads; all four make (7)
 //   1, 2  "consumers" (bwd_consumer.cuh): (1) to (6) for 64 keys each (d64: two blocks of 64 keys
-//   in
-//         turn); P and dS go from registers into (5) and (6), dS also through shared memory to
+//         in turn); P and dS go from registers into (5) and (6), dS also through shared memory to
 //         warpgroup 0
 // A consumer issues [dP, dV] and [dK, S of the next step] as two batches. With ping_pong a token
 // lets one consumer issue a batch only after the other has, so that one's softmax runs under the

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements bwd_launch.hpp: cuts the workspace, fills the parameters and
-// launches prepare, main and finish, chained by programmatic dependent launch.
+// Implements bwd_launch.hpp: cuts the workspace, fills the parameters and launches prepare, main
+// and finish, chained by programmatic dependent launch.
 #include <algorithm>
 #include <cmath>
 #include <limits>

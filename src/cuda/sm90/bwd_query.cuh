@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, dq by itself: query blocks outside, key blocks inside, S and dP computed again. Nothing
-// is added through global memory, so the bits depend on the row's own sequence alone: the
-// deterministic dq of every head dim, and the only one above 128. Per 128 queries of a head and
-// block of 64 keys
+// Backward, dq by itself: query blocks outside, key blocks inside, S and dP computed again. It runs
+// where nothing else is wanted, and above head dim 128 where the workspace has no room for dS.
+// Nothing is added through global memory, so the bits depend on the row's own sequence alone. Per
+// 128 queries of a head and block of 64 keys
 //   (1) S  = Q K^T      (2) P  = exp2(scale_log2 * S - lse_log2), 0 where masked
 //   (3) dP = dO V^T     (4) dS = P * (dP - delta + dlse)     (7) dQ += dS K
 // and dq = scale * dQ at the end. P stays in f32.

@@ -23,27 +23,24 @@
 #include "cuda/sm90/bwd_shared.cuh"
 #include "cuda/sm90/bwd_store.cuh"
 #include "cuda/sm90/load.cuh"
+#include "cuda/sm90/wide_config.hpp"
 #include "cuda/sm90/wide_tile.cuh"
 #include "cuda/tile/gemm.cuh"
 
 namespace flashgrad::sm90 {
 
-inline constexpr int kWideDqThreads = 384;
-inline constexpr int kWideDqRegisters = 208;
-inline constexpr int kWideDqLoaderRegisters = 88;  // wide_dq_tile() spills with fewer
-
 template <int kD, int kClusterSize>
 struct WideDqShared {
   static constexpr int kCluster = kClusterSize;
-  static constexpr int kStages = kD == 256 ? 3 : 4;
-  static constexpr int kKBytes = kWideKeys * kD * 2;
-  static constexpr int kStageBytes = 2 * kDsImageBytes + kKBytes;
-  static constexpr int kStagingOffset = kStages * kStageBytes;
-  static constexpr int kBarrierOffset = kStagingOffset + 2 * kBlockM * kD * 2;
-  static constexpr int kNumBarriers = 2 * kStages + 5;
-  static constexpr int kInfoOffset = kBarrierOffset + 8 * kNumBarriers;
-  static constexpr int kBytes =
-      kInfoOffset + 2 * static_cast<int>(sizeof(WideDqTile)) + tile::kTileAlignment;
+  static constexpr WideDqConfig kConfig{kD, kClusterSize};
+  static constexpr int kStages = kConfig.stages();
+  static constexpr int kKBytes = kConfig.k_bytes();
+  static constexpr int kStageBytes = kConfig.stage_bytes();
+  static constexpr int kStagingOffset = kConfig.staging_offset();
+  static constexpr int kBarrierOffset = kConfig.barrier_offset();
+  static constexpr int kNumBarriers = kConfig.num_barriers();
+  static constexpr int kInfoOffset = kConfig.info_offset();
+  static constexpr int kBytes = kConfig.shared_bytes();
   static_assert(kBytes <= 227 * 1024, "stages must fit an SM");
 
   std::uint32_t base;

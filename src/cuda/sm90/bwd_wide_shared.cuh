@@ -3,53 +3,38 @@
 #pragma once
 
 #include "cuda/sm90/bwd_shared.cuh"
-#include "cuda/sm90/wide_tile.cuh"
+#include "cuda/sm90/wide_config.hpp"
 
 namespace flashgrad::sm90 {
 
-inline constexpr int kWideThreads = 384;
-inline constexpr int kWideRegisters = 232;
-inline constexpr int kWideLoaderRegisters = 40;
-
-// Shared memory of one CTA, kD columns of K and Q, kDv of V and dO. A stage has pieces of 128
-// columns, which arrive by themselves, so that products begin early. The resident columns of K and
-// V, those that live in registers, come through the first stage of Q and of dO: step i takes stage
-// i + 1 (mod the stages).
+// Shared memory of one CTA: addresses from the offsets in WideConfig.
 template <int kD, int kDv, int kClusterSize, bool kSoftcap>
 struct WideShared {
+  static constexpr WideConfig kConfig{kD, kDv, kClusterSize, kSoftcap};
+  static_assert(kConfig.valid(), "tiles, stages and slots must fit an SM");
   static constexpr int kHeadDim = kD;
   static constexpr int kHeadDimV = kDv;
   static constexpr int kCluster = kClusterSize;
-  static constexpr int kBoxBytes = 64 * tile::kBoxRowBytes;
-  // With v of 128 registers are left over: for more columns of K and V, for S of the next step and
-  // for lse, loaded before S is there. H200, causal 16k: 622 -> 671 TFLOP/s.
-  static constexpr bool kAhead = kD == 192 && kDv == 128 && !kSoftcap;
-  static constexpr int kResidentK = kAhead ? 128 : 64;
-  static constexpr int kResidentV = kAhead ? 128 : 64;
-  static constexpr int kSlots = kAhead ? 4 : 2;  // a power of two
-  static constexpr int kQStages = kD == 256 ? (kSoftcap ? 2 : 3) : kSoftcap && kDv > 128 ? 3 : 4;
-  static constexpr int kDoStages = kD == 256 ? 2 : kAhead ? 4 : 3;
-  static constexpr int kQPieces = (kD + 127) / 128;
-  static constexpr int kDoPieces = (kDv + 127) / 128;
-  static constexpr int kPieceBytes = 2 * kBoxBytes;
-  static constexpr int kKBytes = (kD - kResidentK) / 64 * kBoxBytes;
-  static constexpr int kVBytes = (kDv - kResidentV) / 64 * kBoxBytes;
-  static constexpr int kQBytes = kD / 64 * kBoxBytes;
-  static constexpr int kDoBytes = kDv / 64 * kBoxBytes;
-  // P^T, over which dS^T is written; with softcap the factors of (4) follow.
-  static constexpr int kSlotBytes = kDsImageBytes * (kSoftcap ? 2 : 1);
-  // lse and delta are read after their stage of Q or dO has been released: one set more than
-  // stages, rounded up to a power of two.
-  static constexpr int kStatistics = kDoStages > 3 ? 8 : 4;
-  static_assert(kQStages < kStatistics + 1 && kDoStages < kStatistics, "statistics would be lost");
-
-  static constexpr int kVOffset = kKBytes;
-  static constexpr int kQOffset = kVOffset + kVBytes;
-  static constexpr int kDoOffset = kQOffset + kQStages * kQBytes;
-  static constexpr int kSlotOffset = kDoOffset + kDoStages * kDoBytes;
-  static constexpr int kLseOffset = kSlotOffset + kSlots * kSlotBytes;
-  static constexpr int kDeltaOffset = kLseOffset + kStatistics * kBlockM * 4;
-  static constexpr int kBarrierOffset = kDeltaOffset + kStatistics * kBlockM * 4;
+  static constexpr int kBoxBytes = WideConfig::kBoxBytes;
+  static constexpr bool kAhead = kConfig.ahead();
+  static constexpr int kResidentK = kConfig.resident();
+  static constexpr int kResidentV = kConfig.resident();
+  static constexpr int kSlots = kConfig.slots();
+  static constexpr int kQStages = kConfig.q_stages();
+  static constexpr int kDoStages = kConfig.do_stages();
+  static constexpr int kQPieces = kConfig.q_pieces();
+  static constexpr int kDoPieces = kConfig.do_pieces();
+  static constexpr int kQBytes = kConfig.q_bytes();
+  static constexpr int kDoBytes = kConfig.do_bytes();
+  static constexpr int kSlotBytes = kConfig.slot_bytes();
+  static constexpr int kStatistics = kConfig.statistics();
+  static constexpr int kVOffset = kConfig.v_offset();
+  static constexpr int kQOffset = kConfig.q_offset();
+  static constexpr int kDoOffset = kConfig.do_offset();
+  static constexpr int kSlotOffset = kConfig.slot_offset();
+  static constexpr int kLseOffset = kConfig.lse_offset();
+  static constexpr int kDeltaOffset = kConfig.delta_offset();
+  static constexpr int kBarrierOffset = kConfig.barrier_offset();
   static constexpr int kQFull = 2;
   static constexpr int kQEmpty = kQFull + kQStages * kQPieces;
   static constexpr int kDoFull = kQEmpty + kQStages;
@@ -57,9 +42,9 @@ struct WideShared {
   static constexpr int kPFull = kDoEmpty + kDoStages;
   static constexpr int kPEmpty = kPFull + kSlots;
   static constexpr int kNumBarriers = kPEmpty + kSlots;
-  static constexpr int kInfoOffset = kBarrierOffset + 8 * kNumBarriers;
-  static constexpr int kBytes = kInfoOffset + static_cast<int>(sizeof(WideTile));
-  static_assert(kBytes <= 227 * 1024, "tiles, stages and slots must fit an SM");
+  static_assert(kNumBarriers == kConfig.num_barriers());
+  static constexpr int kInfoOffset = kConfig.info_offset();
+  static constexpr int kBytes = kConfig.shared_bytes();
 
   std::uint32_t base;
 

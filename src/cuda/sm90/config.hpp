@@ -17,11 +17,10 @@ inline constexpr int kBlockM = 64;
 struct BwdConfig {
   int head_dim;    // of q, k and v, padded: 64, 96 or 128
   int key_blocks;  // blocks of 64 keys per consumer warpgroup
-  int cluster;    // 2: CTAs of neighbouring keys share Q and dO, and each makes half the columns of
-                  // dq
-  int q_stages;   // of Q and lse
-  int do_stages;  // of dO and delta
-  int ds_stages;  // of dS on its way to the dq warpgroup, 128 keys each
+  int cluster;     // 2: CTAs of neighbouring keys share Q and dO, each makes half of dq's columns
+  int q_stages;    // of Q and lse
+  int do_stages;   // of dO and delta
+  int ds_stages;   // of dS on its way to the dq warpgroup, 128 keys each
   bool ping_pong;  // the consumers take turns at issuing products
   bool softcap;
   bool ordered;  // dq is added in a fixed order and finished here (bwd_order.cuh)

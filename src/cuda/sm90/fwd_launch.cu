@@ -28,8 +28,7 @@ int find_variant(const Problem& p) {
 }
 
 // The products take the maximum of scores before they are scaled, which a scale of 0 or less would
-// turn around.
-// Nor may a scale vanish in f32: a masked score of -inf times 0 is NaN.
+// turn around. Nor may a scale vanish in f32: a masked score of -inf times 0 is NaN.
 constexpr double kLog2E = 1.4426950408889634;
 bool needs_score_function(const Problem& p) {
   return p.softcap > 0 || p.scale * kLog2E < std::numeric_limits<float>::min();

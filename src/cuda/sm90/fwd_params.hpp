@@ -41,8 +41,8 @@ struct FwdParams {
 
   bool last_block_first;  // the last query block sees the most keys
   bool out_vectors;       // rows of out can be written 16 bytes at a time
-  bool clear_values;    // behind a sequence's last key may lie anything, not only the zeros of the
-                        // copy engine
+  // Behind a sequence's last key may lie anything, not only the zeros of the copy engine.
+  bool clear_values;
   float scale_log2;     // scale * log2(e), positive without a score function
   float scale_softcap;  // scale / softcap
   float softcap_log2;   // softcap * log2(e); 0: none

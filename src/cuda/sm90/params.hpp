@@ -17,9 +17,8 @@ struct KeyTile;  // key_tile.cuh
 inline constexpr std::int32_t kHasNan = 2;
 struct RowStatistics {
   std::int64_t num_blocks;
-  float*
-      neg_lse_log2;  // (heads_q, num_blocks, 64): -lse * log2(e); -inf marks a row that is not read
-  float* neg_delta;  // (heads_q, num_blocks, 64): dlse - delta, 0 for such a row
+  float* neg_lse_log2;  // (heads_q, num_blocks, 64): -lse * log2(e); -inf: the row is not read
+  float* neg_delta;     // (heads_q, num_blocks, 64): dlse - delta, 0 for such a row
   // (heads_q, num_blocks): 1 if a marked row exists in the tensors, kHasNan more if a row that is
   // read has NaN in one of the two.
   std::int32_t* unreadable;
@@ -75,11 +74,10 @@ struct BwdParams {
   std::int64_t group;     // query heads per key head
   std::int64_t head_dim;  // as given; the kernel's own is padded
   std::int64_t head_dim_v;
-  std::int64_t
-      num_kv_blocks;  // per unit; a unit is a key head of a batch entry, or of the packed batch
-  std::int64_t num_units;
-  std::int64_t section;    // units whose tiles are launched together, longest tiles first
-  std::int64_t round = 1;  // neighbouring tiles of a unit launched together
+  std::int64_t num_kv_blocks;  // per unit
+  std::int64_t num_units;      // key heads of a batch entry, or of the packed batch
+  std::int64_t section;        // units whose tiles are launched together, longest tiles first
+  std::int64_t round = 1;      // neighbouring tiles of a unit launched together
   // Of each CTA in the order of the launch, described by prepare; null: no bwd.cuh.
   const KeyTile* tiles;
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
@@ -111,12 +109,11 @@ struct BwdQueryParams {
   std::int64_t group;
   std::int64_t head_dim;
   std::int64_t head_dim_v;
-  std::int64_t num_q_tiles;  // of 128 rows, per unit; a unit is a query head of a batch entry, or
-                             // of the packed batch
-  std::int64_t num_units;
-  std::int64_t section;  // units whose tiles are launched together
-  Tensor q, k, v, dout;  // for what the copy engine can't address
-  std::uint32_t mapped;  // bits kMapQ...
+  std::int64_t num_q_tiles;  // of 128 rows, per unit
+  std::int64_t num_units;    // query heads of a batch entry, or of the packed batch
+  std::int64_t section;      // units whose tiles are launched together
+  Tensor q, k, v, dout;      // for what the copy engine can't address
+  std::uint32_t mapped;      // bits kMapQ...
   Tensor dq;
   std::int64_t num_blocks;    // as in RowStatistics
   const float* neg_lse_log2;  // (heads_q, num_blocks, 64)

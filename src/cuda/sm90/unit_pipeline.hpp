@@ -5,7 +5,7 @@
 // its units u, a cluster that
 //   - prepares the rows of unit u + lead: the first `lead` units are left to the prepare kernel;
 //   - finishes unit u - lag, to which all have added by then: it writes dq, and zeros over its
-//   sums.
+//     sums.
 // After the last tile the last units are finished by `last_parts` clusters each, since by then the
 // device has nothing else to do.
 //
