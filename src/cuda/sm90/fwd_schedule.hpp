@@ -48,6 +48,24 @@ FG_HOST_DEVICE constexpr FwdWorkItem work_item(const FwdOrder& order, std::uint3
   return {first_unit + section * units + work % units, work / units};
 }
 
+// Query rows [begin, end) of a sequence.
+struct FwdRows {
+  std::int32_t begin, end;
+};
+
+// The rows of tile `block` of a sequence. The incomplete tile is the one that sees the fewest keys,
+// the first where later rows see more: a tile of one consumer's rows takes two thirds of the time
+// that three take. It begins and ends between consumers, so a row's bits don't depend on it.
+FG_HOST_DEVICE constexpr FwdRows tile_rows(std::int64_t seqlen_q, std::int32_t block_m,
+                                           std::int32_t block, bool last_block_first) {
+  const auto rows = static_cast<std::int32_t>(seqlen_q);
+  const std::int32_t incomplete = (rows % block_m + 63) / 64 * 64;
+  const std::int32_t first = last_block_first && incomplete > 0 ? incomplete : block_m;
+  const std::int32_t begin = block > 0 ? first + (block - 1) * block_m : 0;
+  const std::int32_t end = block > 0 ? begin + block_m : first;
+  return {begin, end < rows ? end : begin < rows ? rows : begin};
+}
+
 // Key blocks [begin, end) in three stretches: [begin, full_begin) and [full_end, end) need the
 // mask, [full_begin, full_end) does not.
 struct FwdBlocks {
