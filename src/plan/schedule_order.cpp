@@ -236,7 +236,8 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
   std::vector<WorkTile> tiles;
   for (const sm90::PackedTile& at : order) {
     const Band band = sm90::sequence_span(host.sequences, at.span).band;
-    const auto [first_row, end_row] = sm90::tile_rows(band.seqlen_q, rows, at.block, last_first);
+    const auto [first_row, end_row] = sm90::tile_rows(
+        band.seqlen_q, rows, at.block, longest_first && sm90::sees_more_later(problem.mask));
     const sm90::FwdBlocks keys = sm90::key_blocks<kKeys>(band, first_row, end_row);
     if (keys.begin == keys.end) {
       continue;

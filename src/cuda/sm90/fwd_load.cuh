@@ -39,8 +39,8 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
   }
 }
 
-// Order of loads: K(last), Q, then K(n), V(n + 1) for each n below, then V(first): the order in
-// which they are consumed, but that Q waits for the tile before and K(last) does not.
+// Order of loads: K(last), then K(n), V(n + 1) for each n below, then V(first): the order in which
+// they are consumed.
 template <FwdVariant kVariant>
 __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, const FwdMaps& maps,
                                              const FwdParams& p) {
@@ -109,12 +109,12 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
       want_next();
     }
     if (blocks.begin < blocks.end) {
-      load_k(blocks.end - 1);
       ptx::mbarrier_wait(shared.q_empty(), q_ring.phase() ^ 1);
       load.template operator()<C.block_m(), C.head_dim>(shared.q(), shared.q_full(), kFwdMapQ,
                                                         maps.q, p.q, p.head_dim, tile.q_row,
                                                         tile.head, tile.num_rows);
       q_ring.advance();
+      load_k(blocks.end - 1);
 #pragma unroll 1
       for (int n = blocks.end - 2; n >= blocks.begin; --n) {
         if (n + 1 == blocks.begin + kBlocksAhead) {

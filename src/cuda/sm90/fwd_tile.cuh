@@ -54,7 +54,7 @@ __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work
   const std::int32_t head_kv = head / static_cast<std::int32_t>(p.group);
   const SequenceSpan s = sequence_span(p.sequences, span);
   const auto [m_begin, m_end] =
-      tile_rows(s.band.seqlen_q, kBlockM, static_cast<std::int32_t>(m_block), p.last_block_first);
+      tile_rows(s.band.seqlen_q, kBlockM, static_cast<std::int32_t>(m_block), p.incomplete_first);
 
   if (lane < kBlockM / 64) {
     const std::int32_t begin = min(m_begin + 64 * lane, m_end);
