@@ -100,6 +100,8 @@ Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
   switch (head_dim) {
     case 64:
       return cuda::launch("sm90 backward finish", bwd_finish<Out, 64>, shape, stream, params);
+    case 96:
+      return cuda::launch("sm90 backward finish", bwd_finish<Out, 96>, shape, stream, params);
     case 128:
       return cuda::launch("sm90 backward finish", bwd_finish<Out, 128>, shape, stream, params);
     default:

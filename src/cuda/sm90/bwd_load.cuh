@@ -18,7 +18,7 @@ namespace flashgrad::sm90 {
 // StepWalk's.
 template <class Shared, bool kHeadsInside = false>
 struct Loader {
-  static constexpr int kBoxes = Shared::kHeadDim / 64;
+  static constexpr int kBoxes = (Shared::kHeadDim + tile::kBoxColumns - 1) / tile::kBoxColumns;
 
   const BwdParams& p;
   const BwdMaps& maps;
