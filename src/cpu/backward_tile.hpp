@@ -5,7 +5,8 @@
 //         with softcap: t = tanh(scale * s / softcap), p = exp(softcap * t - lse)
 //     (3) dp = V dO^T                        (4) ds = w * (dp - delta + dlse), w = p * (1 - t^2)
 //
-// p and ds leave in the input's precision for the products of backward_block.hpp, w in f32 for (4).
+// score_tile is (1), gradient_tile the rest. p and ds leave in the input's precision for the
+// products of backward_block.hpp, w in f32 for (4).
 #pragma once
 
 #include <cstring>
