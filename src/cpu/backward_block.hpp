@@ -44,10 +44,9 @@ class KeyBlockTask {
                                                            : job.blocks.block_kv),
         rows_(round_up(valid_, kRowMultiple<Isa>)),
         dk_(job.dk != nullptr ? job.dk + k0_ * plan.columns_qk : buffers.dk),
-        dv_(job.dv != nullptr ? job.dv + k0_ * plan.columns_v : buffers.dv) {
-    scores_ = {finite_float(p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale),
-               finite_float(p_.softcap)};
-  }
+        dv_(job.dv != nullptr ? job.dv + k0_ * plan.columns_v : buffers.dv),
+        scale_(finite_float(p_.softcap > 0 ? p_.scale / p_.softcap : p_.scale)),
+        softcap_(finite_float(p_.softcap)) {}
 
   // Computes dk and dv of the block and its part of dq.
   void run() {
@@ -241,43 +240,25 @@ class KeyBlockTask {
       const std::int64_t end = begin + group < rows_ ? begin + group : rows_;
       for (std::int64_t m = begin; m < end; m += Isa::kRows) {
         next_packs_.step();
-        const Visibility visibility = look(query, m, has_void, tile);
-        score(q_columns, visibility, tile, m, p_at(m), weight_at(m), ld_weight);
-      }
-      if (!plan_.needs_ds) {
-        continue;
+        if (look(query, m, has_void, tile) == Visibility::kNone) {
+          zero_tile<Isa>(p_at(m));
+        } else {
+          score_tile<Isa>(b_.k_rows + m * plan_.units_qk, plan_.units_qk, q_columns,
+                          plan_.depth_qk(), scale_, weight_at(m), ld_weight);
+        }
       }
       for (std::int64_t m = begin; m < end; m += Isa::kRows) {
         const Visibility visibility = look(query, m, has_void, tile);
-        gradient(dout_columns, visibility, tile, m, weight_at(m), ld_weight,
+        gradient(dout_columns, visibility, tile, m, weight_at(m), ld_weight, p_at(m),
                  b_.ds_rows + m * kLdP<Isa> + panel / Isa::kPair,
                  Isa::kPair == 2 ? b_.ds_pairs + m / 2 * kLdPairs<Isa> + panel : nullptr);
       }
     }
   }
 
-  void score(const Unit* q_columns, Visibility visibility, const Tile<Isa>& tile, std::int64_t m,
-             Unit* p_rows, float* weight, std::ptrdiff_t ld_weight) const {
-    if (visibility == Visibility::kNone) {
-      zero_tile<Isa>(p_rows);
-      return;
-    }
-    const auto run = [&]<bool kMasked, bool kSoftcap>() {
-      score_tile<Isa, kMasked, kSoftcap>(b_.k_rows + m * plan_.units_qk, plan_.units_qk, q_columns,
-                                         plan_.depth_qk(), scores_, tile, p_rows, kLdP<Isa>, weight,
-                                         ld_weight);
-    };
-    const bool masked = visibility == Visibility::kSome;
-    if (p_.softcap > 0) {
-      masked ? run.template operator()<true, true>() : run.template operator()<false, true>();
-    } else {
-      masked ? run.template operator()<true, false>() : run.template operator()<false, false>();
-    }
-  }
-
   void gradient(const Unit* dout_columns, Visibility visibility, const Tile<Isa>& tile,
-                std::int64_t m, const float* weight, std::ptrdiff_t ld_weight, Unit* ds_rows,
-                Unit* ds_pairs) const {
+                std::int64_t m, float* weight, std::ptrdiff_t ld_weight, Unit* p_rows,
+                Unit* ds_rows, Unit* ds_pairs) const {
     if (visibility == Visibility::kNone) {
       zero_tile<Isa>(ds_rows);
       if constexpr (Isa::kPair == 2) {
@@ -285,11 +266,19 @@ class KeyBlockTask {
       }
       return;
     }
-    (visibility == Visibility::kSome
-         ? gradient_tile<Isa, true>
-         : gradient_tile<Isa, false>)(b_.v_rows + m * plan_.units_v, plan_.units_v, dout_columns,
-                                      plan_.depth_v(), tile, weight, ld_weight, ds_rows, kLdP<Isa>,
-                                      ds_pairs);
+    const auto run = [&]<bool kMasked, bool kSoftcap>() {
+      // Without a use for ds, only p: dO^T is not packed.
+      gradient_tile<Isa, kMasked, kSoftcap>(b_.v_rows + m * plan_.units_v, plan_.units_v,
+                                            dout_columns, plan_.needs_ds ? plan_.depth_v() : 0,
+                                            softcap_, tile, weight, ld_weight, p_rows, ds_rows,
+                                            ds_pairs);
+    };
+    const bool masked = visibility == Visibility::kSome;
+    if (p_.softcap > 0) {
+      masked ? run.template operator()<true, true>() : run.template operator()<false, true>();
+    } else {
+      masked ? run.template operator()<true, false>() : run.template operator()<false, false>();
+    }
   }
 
   // (7), in turn, a part of the keys at a time. The first key block that a query block sees stores,
@@ -472,7 +461,8 @@ class KeyBlockTask {
   const std::int64_t rows_;   // its keys, padded
   float* const dk_;           // (rows, columns_qk)
   float* const dv_;           // (rows, columns_v)
-  Scores scores_{};
+  const float scale_;         // of the logits; with softcap: scale / softcap
+  const float softcap_;
   PackPrefetch<Isa> next_packs_;
   bool k_all_finite_ = true;
 };

@@ -5,7 +5,8 @@
 //         with softcap: t = tanh(scale * s / softcap), p = exp(softcap * t - lse)
 //     (3) dp = V dO^T                        (4) ds = w * (dp - delta + dlse), w = p * (1 - t^2)
 //
-// p and ds leave in the input's precision for the products of backward_block.hpp, w in f32 for (4).
+// score_tile is (1), gradient_tile the rest. p and ds leave in the input's precision for the
+// products of backward_block.hpp, w in f32 for (4).
 #pragma once
 
 #include <cstring>
@@ -15,11 +16,6 @@
 #include "cpu/vector_math.hpp"
 
 namespace flashgrad::cpu {
-
-struct Scores {
-  float scale;  // of the logits; with softcap: scale / softcap
-  float softcap;
-};
 
 // Where one tile is, and which of its queries each key may touch.
 template <class Isa>
@@ -48,74 +44,89 @@ FG_INLINE typename Isa::Vec probability(typename Isa::Vec s, typename Isa::Vec n
   return exp2 < Isa, Isa::kPair == 1 ? 6 : 3 > (Isa::mul(exponent, Isa::set1(kLog2E)));
 }
 
-// (1), (2): P^T to p_rows (kRows rows ld_p units apart), w to weight (ld_weight floats apart; with
-// kPair = 1 and no softcap it is p_rows).
-template <class Isa, bool kMasked, bool kSoftcap>
+// (1): scale * s in f32 to `scores`, kRows rows ld_scores floats apart.
+template <class Isa>
 [[gnu::noinline]] static void score_tile(const typename Isa::Unit* k_rows, std::ptrdiff_t ld_k,
                                          const typename Isa::Unit* q_columns, std::ptrdiff_t depth,
-                                         const Scores& scores, const Tile<Isa>& tile,
-                                         typename Isa::Unit* p_rows, std::ptrdiff_t ld_p,
-                                         float* weight, std::ptrdiff_t ld_weight) {
-  using Vec = typename Isa::Vec;
+                                         float scale, float* scores, std::ptrdiff_t ld_scores) {
   constexpr int kM = Isa::kRows;
   constexpr int kN = Isa::kVecs;
-  Vec acc[kM][kN];
+  typename Isa::Vec acc[kM][kN];
   multiply_logits<Isa, kM, kN>(k_rows, ld_k, q_columns, depth, acc);
-  const Vec scale = Isa::set1(scores.scale);
   FG_UNROLL
-  for (int n = 0; n < kN; ++n) {
-    const Vec neg_lse = Isa::load(tile.neg_lse + n * Isa::kLanes);
+  for (int m = 0; m < kM; ++m) {
     FG_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      Vec p;
-      Vec w;
-      if constexpr (kSoftcap) {
-        const Vec t = tanh<Isa>(Isa::mul(acc[m][n], scale));
-        p = probability<Isa>(Isa::mul(t, Isa::set1(scores.softcap)), neg_lse);
-        w = Isa::mul(p, Isa::sub(Isa::set1(1.F), Isa::mul(t, t)));
-      } else {
-        p = probability<Isa>(Isa::mul(acc[m][n], scale), neg_lse);
-        w = p;
-      }
-      if constexpr (kMasked) {
-        const auto lanes = visible_lanes<Isa>(tile, m, n, neg_lse);
-        p = Isa::keep(lanes, p);
-        w = Isa::keep(lanes, w);
-      }
-      acc[m][n] = p;
-      if constexpr (kSoftcap || Isa::kPair == 2) {
-        Isa::store(weight + m * ld_weight + n * Isa::kLanes, w);
-      }
-      if constexpr (Isa::kPair == 1) {
-        Isa::store(p_rows + m * ld_p + n * Isa::kLanes, p);
-      }
-    }
-  }
-  if constexpr (Isa::kPair == 2) {
-    FG_UNROLL
-    for (int m = 0; m < kM; ++m) {
-      FG_UNROLL
-      for (int n = 0; n < kN; n += 2) {
-        Isa::store_units(p_rows + m * ld_p + n / 2 * Isa::kLanes,
-                         Isa::narrow(acc[m][n], acc[m][n + 1]));
-      }
+    for (int n = 0; n < kN; ++n) {
+      Isa::store(scores + m * ld_scores + n * Isa::kLanes, Isa::mul(acc[m][n], Isa::set1(scale)));
     }
   }
 }
 
-// (3), (4): dS^T to ds_rows, and with kPair = 2 also to ds_pairs with the keys interleaved.
-template <class Isa, bool kMasked>
+// (2) for one vector of the tile: p is returned, w takes the place of the scaled logits at
+// `weight`.
+template <class Isa, bool kMasked, bool kSoftcap>
+FG_INLINE typename Isa::Vec weigh(const Tile<Isa>& tile, float softcap, int m, int n,
+                                  float* weight) {
+  using Vec = typename Isa::Vec;
+  const Vec neg_lse = Isa::load(tile.neg_lse + n * Isa::kLanes);
+  const Vec s = Isa::load(weight);
+  Vec p;
+  Vec w;
+  if constexpr (kSoftcap) {
+    const Vec t = tanh<Isa>(s);
+    p = probability<Isa>(Isa::mul(t, Isa::set1(softcap)), neg_lse);
+    w = Isa::mul(p, Isa::sub(Isa::set1(1.F), Isa::mul(t, t)));
+  } else {
+    p = probability<Isa>(s, neg_lse);
+    w = p;
+  }
+  if constexpr (kMasked) {
+    const auto lanes = visible_lanes<Isa>(tile, m, n, neg_lse);
+    p = Isa::keep(lanes, p);
+    w = Isa::keep(lanes, w);
+  }
+  Isa::store(weight, w);
+  return p;
+}
+
+// (2), (3), (4): P^T to p_rows, dS^T to ds_rows and, with kPair = 2, to ds_pairs with the keys
+// interleaved. `weight` has score_tile's logits and is left with w (with kPair = 1 and no softcap
+// it is p_rows). The exponentials of (2) are dealt out over the depth of (3): alone they would be
+// long chains of operations on units that the multiply-adds leave idle.
+template <class Isa, bool kMasked, bool kSoftcap>
 [[gnu::noinline]] static void gradient_tile(const typename Isa::Unit* v_rows, std::ptrdiff_t ld_v,
                                             const typename Isa::Unit* dout_columns,
-                                            std::ptrdiff_t depth, const Tile<Isa>& tile,
-                                            const float* weight, std::ptrdiff_t ld_weight,
-                                            typename Isa::Unit* ds_rows, std::ptrdiff_t ld_ds,
+                                            std::ptrdiff_t depth, float softcap,
+                                            const Tile<Isa>& tile, float* weight,
+                                            std::ptrdiff_t ld_weight, typename Isa::Unit* p_rows,
+                                            typename Isa::Unit* ds_rows,
                                             typename Isa::Unit* ds_pairs) {
   using Vec = typename Isa::Vec;
   constexpr int kM = Isa::kRows;
   constexpr int kN = Isa::kVecs;
+  constexpr std::ptrdiff_t kSteps = kM * kN / Isa::kPair;
   Vec acc[kM][kN];
-  multiply<Isa, kM, kN, false>(v_rows, ld_v, dout_columns, depth, acc);
+  set_zero<Isa>(acc);
+  const std::ptrdiff_t part = depth / kSteps;
+#pragma GCC unroll 1
+  for (int m = 0; m < kM; ++m) {
+#pragma GCC unroll 1
+    for (int n = 0; n < kN; n += Isa::kPair) {
+      add_product<Isa, kM, kN, false>(v_rows, ld_v, dout_columns, part, acc);
+      v_rows += part;
+      dout_columns += part * (kN * Isa::kLanes);
+      float* w = weight + m * ld_weight + n * Isa::kLanes;
+      typename Isa::Unit* p = p_rows + m * kLdP<Isa> + n / Isa::kPair * Isa::kLanes;
+      const Vec even = weigh<Isa, kMasked, kSoftcap>(tile, softcap, m, n, w);
+      if constexpr (Isa::kPair == 2) {
+        const Vec odd = weigh<Isa, kMasked, kSoftcap>(tile, softcap, m, n + 1, w + Isa::kLanes);
+        Isa::store_units(p, Isa::narrow(even, odd));
+      } else if constexpr (kSoftcap) {
+        Isa::store(p, even);
+      }
+    }
+  }
+  add_product<Isa, kM, kN, false>(v_rows, ld_v, dout_columns, depth - kSteps * part, acc);
   FG_UNROLL
   for (int n = 0; n < kN; ++n) {
     const Vec neg_delta = Isa::load(tile.neg_delta + n * Isa::kLanes);
@@ -129,7 +140,7 @@ template <class Isa, bool kMasked>
       }
       acc[m][n] = ds;
       if constexpr (Isa::kPair == 1) {
-        Isa::store(ds_rows + m * ld_ds + n * Isa::kLanes, ds);
+        Isa::store(ds_rows + m * kLdP<Isa> + n * Isa::kLanes, ds);
       }
     }
   }
@@ -140,8 +151,8 @@ template <class Isa, bool kMasked>
       for (int n = 0; n < kN; n += 2) {
         const auto even = Isa::narrow(acc[m][n], acc[m][n + 1]);
         const auto odd = Isa::narrow(acc[m + 1][n], acc[m + 1][n + 1]);
-        Isa::store_units(ds_rows + m * ld_ds + n / 2 * Isa::kLanes, even);
-        Isa::store_units(ds_rows + (m + 1) * ld_ds + n / 2 * Isa::kLanes, odd);
+        Isa::store_units(ds_rows + m * kLdP<Isa> + n / 2 * Isa::kLanes, even);
+        Isa::store_units(ds_rows + (m + 1) * kLdP<Isa> + n / 2 * Isa::kLanes, odd);
         typename Isa::UnitVec lo;
         typename Isa::UnitVec hi;
         Isa::interleave(even, odd, lo, hi);

@@ -45,11 +45,8 @@ inline constexpr int kTileRows = 2 * kN > Isa::kVecs ? Isa::kRows : 2 * Isa::kRo
 template <class Isa>
 inline constexpr int kRowMultiple = 2 * Isa::kRows;
 
-// acc = A * B for a tile of kM rows and one panel of kN vectors.
-template <class Isa, int kM, int kN, bool kColumnMajorA>
-FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda,
-                        const typename Isa::Unit* b, std::ptrdiff_t depth,
-                        typename Isa::Vec (&acc)[kM][kN]) {
+template <class Isa, int kM, int kN>
+FG_INLINE void set_zero(typename Isa::Vec (&acc)[kM][kN]) {
   FG_UNROLL
   for (int m = 0; m < kM; ++m) {
     FG_UNROLL
@@ -57,6 +54,13 @@ FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda,
       acc[m][n] = Isa::zero();
     }
   }
+}
+
+// acc += A * B for a tile of kM rows and one panel of kN vectors.
+template <class Isa, int kM, int kN, bool kColumnMajorA>
+FG_INLINE void add_product(const typename Isa::Unit* a, std::ptrdiff_t lda,
+                           const typename Isa::Unit* b, std::ptrdiff_t depth,
+                           typename Isa::Vec (&acc)[kM][kN]) {
 #pragma GCC unroll 2
   for (std::ptrdiff_t k = 0; k < depth; ++k) {
     typename Isa::UnitVec row[kN];
@@ -74,6 +78,15 @@ FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda,
       }
     }
   }
+}
+
+// acc = A * B, likewise.
+template <class Isa, int kM, int kN, bool kColumnMajorA>
+FG_INLINE void multiply(const typename Isa::Unit* a, std::ptrdiff_t lda,
+                        const typename Isa::Unit* b, std::ptrdiff_t depth,
+                        typename Isa::Vec (&acc)[kM][kN]) {
+  set_zero<Isa>(acc);
+  add_product<Isa, kM, kN, kColumnMajorA>(a, lda, b, depth, acc);
 }
 
 // Units of a logit's dot product that are summed in a row.
