@@ -92,6 +92,7 @@ struct BwdParams {
   UnitPipeline pipeline;  // kernels that are not ordered
   DqOrder order;          // ordered kernels
   Tensor dq;              // ordered kernels, and those that finish units
+  std::uint32_t* ticket;  // of bwd_wide.cuh, 0 between launches; null in bwd.cuh
   int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
   float scale;
   float scale_log2;     // scale * log2(e); with softcap: softcap * log2(e)
@@ -118,6 +119,7 @@ struct BwdQueryParams {
   std::int64_t num_blocks;    // as in RowStatistics
   const float* neg_lse_log2;  // (heads_q, num_blocks, 64)
   const float* neg_delta;     // (heads_q, num_blocks, 64)
+  std::uint32_t* ticket;      // of bwd_wide_dq.cuh, 0 between launches; null in bwd_query.cuh
   float scale;                // these as in BwdParams
   float scale_log2;
   float scale_softcap;
