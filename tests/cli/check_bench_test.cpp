@@ -2,6 +2,7 @@
 // `flashgrad check` and `flashgrad bench`: what they accept, print and write.
 #include <sys/stat.h>
 
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -81,6 +82,8 @@ TEST_F(Check, BadShapes) {
   expect_one_line_refusal({"check", "--shape", "sq=8", "--dtype", "f8"}, 2, "dtype");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "-1"}, 2, "--seed");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "x"}, 2, "--seed");
+  expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "9223372036854775808"}, 2,
+                          "want 0 to 9223372036854775807");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--case", "one_key"}, 2, "--case");
   expect_one_line_refusal({"check", "--causal"}, 2, "--shape");
   expect_one_line_refusal({"check", "--dtype", "f32"}, 2, "--shape");
@@ -159,6 +162,28 @@ TEST_F(Bench, SuitesFromFiles) {
   }
 }
 
+// A suite goes on without what is not served; what leaves nothing to measure is unsupported.
+TEST_F(Bench, WhatIsNotServed) {
+  const ToolResult shape = run_tool({"bench", "--shape", "sq=8,d=300"});
+  EXPECT_EQ(shape.exit_status, 3);
+  EXPECT_NE(shape.err.find("\nflashgrad: q: head_dim 300"), std::string::npos) << shape.err;
+  const ToolResult memory = run_tool({"bench", "--memory", "--dtype", "f64", "--backend", "cpu"});
+  EXPECT_EQ(memory.exit_status, 3);
+  EXPECT_NE(memory.err.find("dtype f64"), std::string::npos) << memory.err;
+  const std::string wide = R"({"shape": "sq=8,d=300", "dtypes": ["bf16"], "masks": ["full"]})";
+  const std::string other = R"({"shape": "sq=8,d=8", "dtypes": ["bf16"], "masks": ["full"]})";
+  put("suite.json", R"({"shapes": [)" + wide + "," + other + "]}");
+  const Words suite = {"bench", "--suite", path("suite.json"), "--json", path("result.json")};
+  const ToolResult result = run_tool(suite);
+  EXPECT_EQ(result.exit_status, 0) << result.err;
+  EXPECT_NE(result.out.find("refused: q: head_dim 300"), std::string::npos) << result.out;
+  EXPECT_EQ(nlohmann::json::parse(contents("result.json")).at("rows").size(), 1U);
+  std::filesystem::remove(path("result.json"));
+  put("suite.json", R"({"shapes": [)" + wide + "," + wide + "]}");
+  EXPECT_EQ(run_tool(suite).exit_status, 3);
+  EXPECT_FALSE(std::filesystem::exists(path("result.json")));
+}
+
 // What would be read for ever.
 TEST_F(Bench, SuitesFromOtherThanFiles) {
   ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
@@ -171,6 +196,10 @@ TEST_F(Bench, RefusedOptions) {
   expect_one_line_refusal({"bench", "--suite", "no_such_suite"}, 2, "no_such_suite");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--suite", "cpu"}, 2, "--suite");
   expect_one_line_refusal({"bench", "--memory", "--suite", "cpu"}, 2, "--suite");
+  expect_one_line_refusal({"bench", "--dtype", "f32"}, 2, "--dtype: a suite's");
+  expect_one_line_refusal({"bench", "--suite", "cpu", "--causal"}, 2, "--causal: a suite's");
+  expect_one_line_refusal({"bench", "--window", "3,0"}, 2, "--window: a suite's");
+  expect_one_line_refusal({"bench", "--align", "top-left"}, 2, "--align: a suite's");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--threads", "0"}, 2, "--threads");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--json", path("no/such/folder")}, 2,
                           "can't write");

@@ -47,19 +47,25 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const int lane = ptx::thread_index() % 32;
   const bool loads = warp == 0;
   // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
-  const KeyTile tile = shared_tile;
+  KeyTile tile = shared_tile;
   Loader<BwdShared<C>, C.ordered> loader(p, maps, tile, shared_tile.landing_parity, shared, rank,
                                          lane);
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {
     loader.load_k();
+    if constexpr (C.cluster == 1) {  // once, for all steps
+      loader.place(tile.q_row, tile.batch_index, tile.q_row + tile.q_rows);
+    }
     if constexpr (C.serves_units()) {
       loader.all_readable = wait_for_rows<C>(p, unit_of(p, tile));
     }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
       loader.load_step(step);
+      if (step == 0) {
+        loader.load_v();
+      }
     }
   }
   __syncwarp();
