@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, dq for head dims above 128 out of the images of dS that bwd_wide.cuh left:
 //   (7) dQ += dS K by ascending key blocks, dq = scale * dQ after the last
-// A tile is 128 queries of a head. A cluster makes the tile of its own number first and then, round
-// by round, the next one that nobody has taken. What the keys of one
-// pass (wide_pass.hpp) give is carried to the next in f32, as the accumulators are: so cutting the
-// keys into passes changes no bit.
+// A tile is 128 queries of a head; which tiles a cluster makes, wide_rounds.cuh says. What the keys
+// of one pass (wide_pass.hpp) give is carried to the next in f32, as the accumulators are: so
+// cutting the keys into passes changes no bit.
 //
 // Warpgroup roles (384 threads): 0, 1 "consumers", 64 queries each; 2: the first warp issues the
 // loads, the second says which tile comes next. A cluster of two CTAs, which hold neighbouring

@@ -96,10 +96,7 @@ Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
   const std::int64_t unit_bytes = p.group() * p.seqlen_q * 2 * (p.head_dim + p.head_dim_v);
   const std::int64_t section = std::max<std::int64_t>(
       1, device.l2_bytes * std::int64_t{8} / 15 / std::max<std::int64_t>(1, unit_bytes));
-  // Units whose k stays in the L2 together, beside dS that passes through it.
-  const std::int64_t k_bytes = std::max<std::int64_t>(1, p.seqlen_kv * 2 * p.head_dim);
-  query_params.section =
-      p.group() * std::clamp<std::int64_t>(device.l2_bytes / 4 / k_bytes, 1, e.units);
+  query_params.section = wide_dq_section(p, device.l2_bytes);
   for (const WidePass& pass : wide_passes(p, plan, key_cluster, section, room,
                                           reinterpret_cast<float*>(room + plan.ds_bytes))) {
     const auto keys = padded_head_dim(p) == 256 ? launch_bwd_wide<256, 256>

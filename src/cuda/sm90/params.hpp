@@ -28,7 +28,7 @@ struct RowStatistics {
 // How an ordered main kernel takes turns at adding dq (bwd_order.cuh).
 struct DqOrder {
   std::uint32_t* counters;  // (heads_q, num_blocks, 2), or null: no dq
-  std::uint32_t* ticket;    // the next cluster's number; null: not an ordered kernel
+  std::uint32_t* ticket;    // of ordered kernels and wide_rounds.cuh, set to 0; null: not there
 };
 
 // In a counter: the accumulators of the block have not been written.

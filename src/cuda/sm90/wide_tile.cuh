@@ -107,11 +107,11 @@ FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const Wid
   const auto heads = static_cast<std::uint32_t>(pass.num_units * p.group);  // of the pass
   const std::uint32_t index = static_cast<std::uint32_t>(cta) / kCluster;
   const auto section = static_cast<std::uint32_t>(p.section);
-  const std::uint32_t first =
+  const std::uint32_t first_head =
       index / (section * static_cast<std::uint32_t>(p.num_q_tiles)) * section;
-  const std::uint32_t in_section = index - first * static_cast<std::uint32_t>(p.num_q_tiles);
-  const std::uint32_t together = heads - first < section ? heads - first : section;
-  const std::int64_t local_head = first + in_section % together;
+  const std::uint32_t in_section = index - first_head * static_cast<std::uint32_t>(p.num_q_tiles);
+  const std::uint32_t together = heads - first_head < section ? heads - first_head : section;
+  const std::int64_t local_head = first_head + in_section % together;
   // Descending: with a causal mask the longest come first.
   std::int64_t block = p.num_q_tiles - 1 - in_section / together;
   const std::int64_t head = pass.first_unit * p.group + local_head;  // counts through the batch
