@@ -41,7 +41,6 @@ Kernel wide_backward(int d, int dv) {
   constexpr int kRows = sm90::kBlockM;
   constexpr int kKeys = sm90::kWideKeys;
   const sm90::WideConfig c{d, dv, 2, false};
-  const int resident = c.resident();
   const auto shared = Space::kShared;
   const auto registers = Space::kRegisters;
   Kernel kernel{
@@ -52,10 +51,10 @@ Kernel wide_backward(int d, int dv) {
       .keys = kKeys,
       .head_dim = d,
       .ctas = c.cluster};
-  kernel.products = {{"S, resident", kKeys, kRows, resident, registers, shared, registers},
-                     {"S", kKeys, kRows, d - resident, shared, shared, registers},
-                     {"dP, resident", kKeys, kRows, resident, registers, shared, registers},
-                     {"dP", kKeys, kRows, dv - resident, shared, shared, registers},
+  kernel.products = {{"S, resident", kKeys, kRows, c.resident_k(), registers, shared, registers},
+                     {"S", kKeys, kRows, d - c.resident_k(), shared, shared, registers},
+                     {"dP, resident", kKeys, kRows, c.resident_v(), registers, shared, registers},
+                     {"dP", kKeys, kRows, dv - c.resident_v(), shared, shared, registers},
                      {"dV", kKeys, dv, kRows, registers, shared, registers},
                      {"dK", kKeys, d, kRows, registers, shared, registers}};
   std::erase_if(kernel.products, [](const Product& p) { return p.depth == 0; });
@@ -75,11 +74,13 @@ Kernel wide_backward(int d, int dv) {
       {"Q", bytes(c.q_stages() * c.q_bytes())},
       {"dO", bytes(c.do_stages() * c.do_bytes())},
       {"P, then dS, " + std::to_string(c.slots()) + " slots", bytes(c.slots() * c.slot_bytes())},
+      {"dk and dv on their way out", bytes(c.staging_bytes())},
       {"lse, delta", bytes(c.barrier_offset() - c.lse_offset())},
-      {"barriers and the tile", bytes(c.shared_bytes() - c.barrier_offset())}};
-  kernel.warpgroups = {{"S and dV", sm90::kWideRegisters},
-                       {"dP and dK", sm90::kWideRegisters},
-                       {"loads", sm90::kWideLoaderRegisters}};
+      {"barriers and tiles", bytes(c.shared_bytes() - c.barrier_offset())}};
+  std::erase_if(kernel.shared_buffers, [](const auto& buffer) { return buffer.size == 0; });
+  kernel.warpgroups = {{"S and dV", c.p_registers()},
+                       {"dP and dK", c.ds_registers()},
+                       {"loads", c.loader_registers()}};
   kernel.workers = 1;  // what one makes the other waits for
   kernel.tile_bytes = 2 * half(kKeys, d + dv);
   kernel.start_cycles = kStartCycles;

@@ -148,10 +148,10 @@ class Wide {
   }
   // Columns of K, or V, that are not resident.
   [[nodiscard]] View k(int cta) const {
-    return shared("K", cta, 0, kKeys, c_.head_dim - c_.resident());
+    return shared("K", cta, 0, kKeys, c_.head_dim - c_.resident_k());
   }
   [[nodiscard]] View v(int cta) const {
-    return shared("V", cta, c_.v_offset(), kKeys, c_.head_dim_v - c_.resident());
+    return shared("V", cta, c_.v_offset(), kKeys, c_.head_dim_v - c_.resident_v());
   }
   [[nodiscard]] View q(int cta, int use) const {
     return shared("Q", cta, c_.q_offset() + use % c_.q_stages() * c_.q_bytes(), kM, c_.head_dim);
@@ -171,6 +171,10 @@ class Wide {
   // Of P^T, then dS^T, as the image that goes to global memory.
   [[nodiscard]] View slot(int cta, int step) const {
     return shared("slot", cta, c_.slot_offset() + step % c_.slots() * c_.slot_bytes(), kKeys, kM);
+  }
+  // Of dv, or dk behind it, on its way out.
+  [[nodiscard]] View staging(int cta, int offset, int columns) const {
+    return shared("staging", cta, c_.staging_offset() + offset, kKeys, columns);
   }
   // Where a warp's rows of P^T lie for some queries: in the same bytes as its rows of dS^T will,
   // but one chunk after the other (WideShared::handover).
@@ -200,14 +204,13 @@ class Wide {
     const char* value = is_k ? "K" : "V";
     const GlobalTensor tensor = is_k ? kGlobalK : kGlobalV;
     const int columns = is_k ? c_.head_dim : c_.head_dim_v;
+    const int resident = is_k ? c_.resident_k() : c_.resident_v();
     const View stage = is_k ? q(cta, 0) : dout(cta, 0);
-    role.copy(value, global_input(data_, tensor, key(cta), kKeys, 0, c_.resident()),
-              {{stage.part(0, kKeys, 0, c_.resident()), value, 0}}, {full[0]});
-    if (columns > c_.resident()) {
-      role.copy(
-          value,
-          global_input(data_, tensor, key(cta), kKeys, c_.resident(), columns - c_.resident()),
-          {{is_k ? k(cta) : v(cta), value, 0}}, {full[0]});
+    role.copy(value, global_input(data_, tensor, key(cta), kKeys, 0, resident),
+              {{stage.part(0, kKeys, 0, resident), value, 0}}, {full[0]});
+    if (columns > resident) {
+      role.copy(value, global_input(data_, tensor, key(cta), kKeys, resident, columns - resident),
+                {{is_k ? k(cta) : v(cta), value, 0}}, {full[0]});
     } else {
       role.arrive({full[0]});
     }
@@ -272,12 +275,12 @@ class Wide {
       if (column % kPiece == 0) {
         wait_piece(role, full, use_of(step), column / kPiece);
       }
-      const bool in_registers = column < c_.resident();
+      const bool in_registers = column < resident.columns;
       const int end =
-          std::min((column / kPiece + 1) * kPiece, in_registers ? c_.resident() : rows.columns);
+          std::min((column / kPiece + 1) * kPiece, in_registers ? resident.columns : rows.columns);
       const int width = end - column;
       const Access a = in_registers ? Access{resident.part(0, kKeys, column, width), key_value, 0}
-                                    : Access{rest.part(0, kKeys, column - c_.resident(), width),
+                                    : Access{rest.part(0, kKeys, column - resident.columns, width),
                                              key_value, 0, kOperands};
       // What a sum holds before it is complete has a name of its own.
       const Access so_far{sum, before, step};
@@ -311,11 +314,12 @@ class Wide {
     const View s[2] = {role.registers("registers", kKeys, kM, Element::kF32),
                        role.registers("registers", kKeys, kM, Element::kF32)};
     const View rows = role.registers("registers", 1, kM, Element::kF32);
-    const View resident = role.registers("registers", kKeys, c_.resident(), Element::kBf16);
+    const View resident = role.registers("registers", kKeys, c_.resident_k(), Element::kBf16);
     const std::vector<View> p = chunks(role);
     const View dv = role.registers("registers", kKeys, c_.head_dim_v, Element::kF32);
     wait_all(role, b.q_full, 0);
-    role.compute("K", {{q(cta, 0).part(0, kKeys, 0, c_.resident()), "K", 0}}, {{resident, "K", 0}});
+    role.compute("K", {{q(cta, 0).part(0, kKeys, 0, c_.resident_k()), "K", 0}},
+                 {{resident, "K", 0}});
     release(role, &Barriers::q_empty, 0);
     release(role, &Barriers::do_empty, 0);  // V is the other's
     const auto issue_s = [&](int step) {    // (1)
@@ -381,9 +385,13 @@ class Wide {
       role.commit();
     }
     role.wait_products(0);
-    role.arrive({b.done});
-    role.wait(b.done, 0);
-    store_rows(role, "dV", dv, dout(cta, 0), kGlobalDv, key(cta), 1);
+    release(role, &Barriers::do_empty, use_of(steps_ - 1));
+    if (!c_.ahead()) {
+      role.arrive({b.done});
+      role.wait(b.done, 0);
+    }
+    store_rows(role, "dV", dv, c_.ahead() ? staging(cta, 0, c_.head_dim_v) : dout(cta, 0),
+               kGlobalDv, key(cta), 1);
   }
 
   void write_ds_role(int cta) {
@@ -391,12 +399,12 @@ class Wide {
     Barriers& b = at(cta);
     const View dp = role.registers("registers", kKeys, kM, Element::kF32);
     const View rows = role.registers("registers", 1, kM, Element::kF32);
-    const View resident = role.registers("registers", kKeys, c_.resident(), Element::kBf16);
+    const View resident = role.registers("registers", kKeys, c_.resident_v(), Element::kBf16);
     const std::vector<View> ds = chunks(role);
     const View dk = role.registers("registers", kKeys, c_.head_dim, Element::kF32);
     release(role, &Barriers::q_empty, 0);  // K is the other's
     wait_all(role, b.do_full, 0);
-    role.compute("V", {{dout(cta, 0).part(0, kKeys, 0, c_.resident()), "V", 0}},
+    role.compute("V", {{dout(cta, 0).part(0, kKeys, 0, c_.resident_v()), "V", 0}},
                  {{resident, "V", 0}});
     release(role, &Barriers::do_empty, 0);
     for (int step = 0; step < steps_; ++step) {
@@ -448,10 +456,15 @@ class Wide {
       role.copy("dS", {place, "dS", step, kStaged}, {{image(cta, step), "dS", step}}, {});
     }
     role.wait_products(0);
+    release(role, &Barriers::q_empty, use_of(steps_ - 1));
     role.wait_copies(0);
-    role.arrive({b.done});
-    role.wait(b.done, 0);
-    store_rows(role, "dK", dk, q(cta, 0), kGlobalDk, key(cta), data_.scale);
+    role.arrive({stage_of(b.p_empty, steps_ - 1)});
+    if (!c_.ahead()) {
+      role.arrive({b.done});
+      role.wait(b.done, 0);
+    }
+    store_rows(role, "dK", dk, c_.ahead() ? staging(cta, c_.do_bytes(), c_.head_dim) : q(cta, 0),
+               kGlobalDk, key(cta), data_.scale);
   }
 
   // Where dS of a step goes.
@@ -467,7 +480,7 @@ class Wide {
             Element::kBf16};
   }
 
-  // Through a stage that nobody reads any more.
+  // Through a place of its own, or a stage that nobody reads any more.
   void store_rows(RoleWriter& role, const char* name, const View& sum, const View& stage,
                   GlobalTensor tensor, int first_row, float factor) const {
     const View all{"global memory", Store::kGlobal, tensor, 0, sum.columns * 4, 0, 0,

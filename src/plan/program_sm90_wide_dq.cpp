@@ -38,6 +38,7 @@ sm90::WideDqTile tile_of(const HeadData& data, int tile, int rank) {
   params.heads_q = params.group = 1;
   params.num_blocks = data.queries / kM;
   constexpr int kRows = sm90::kWideDqRows * kCluster;
+  params.section = 1;
   params.num_q_tiles = (data.queries + kRows - 1) / kRows;
   sm90::WidePass pass{};
   pass.num_units = 1;
@@ -57,8 +58,7 @@ class WideDq {
     }
     constexpr int kRows = sm90::kWideDqRows * kCluster;
     const int num_tiles = (data.queries + kRows - 1) / kRows;
-    for (int round = 0; sm90::wide_dq_tile_number(round, 0, 1) < num_tiles; ++round) {
-      const int number = sm90::wide_dq_tile_number(round, 0, 1);
+    for (int number = 0; number < num_tiles; ++number) {  // one pair of CTAs takes them all
       for (int rank = 0; rank < kCluster; ++rank) {
         tiles_.push_back(data.head_dim == 256 ? tile_of<256>(data, number, rank)
                                               : tile_of<192>(data, number, rank));

@@ -43,6 +43,7 @@ std::vector<WidePassTiles> tiles_of_passes(const ScheduleProblem& problem, int n
   const std::int64_t unit_bytes = p.group() * p.seqlen_q * 2 * (p.head_dim + p.head_dim_v);
   const std::int64_t section =
       std::max<std::int64_t>(1, l2_bytes * 8 / 15 / std::max<std::int64_t>(1, unit_bytes));
+  queries.section = sm90::wide_dq_section(p, l2_bytes);
   std::vector<WidePassTiles> passes;
   // Where dS would lie; only offsets from there are computed.
   std::uint8_t room = 0;

@@ -89,7 +89,7 @@ INSTANTIATE_TEST_SUITE_P(
                     HopperRow{"sm90-backward-D96", 1920, 512, 1792, 25.6, true},
                     HopperRow{"sm90-backward-D128", 2560, 512, 2432, 25.6, true},
                     HopperRow{"sm90-backward-D128Cluster", 2560, 512, 2560, 12.8, true},
-                    HopperRow{"sm90-backward-wide-D192V128", 1280, 256, 1280, 16.0, true},
+                    HopperRow{"sm90-backward-wide-D192V128", 1280, 256, 1216, 16.0, true},
                     HopperRow{"sm90-backward-wide-D192", 1536, 256, 1664, 16.0, true},
                     HopperRow{"sm90-backward-wide-D256", 2048, 256, 2176, 16.0, true},
                     HopperRow{"sm90-backward-wide-dq-D192", 768, 0, 832, 16.0, true},

@@ -108,9 +108,9 @@ std::set<Wait> implied_waits(const std::string& program) {
   if (program.find("sm90-wide-d") == 0 && program.find("dq") == std::string::npos) {
     waits = {{"dS", "q_full"}, {"dS", "done"}};
   }
-  // As many stages of Q as slots: dS releases Q after the slot.
+  // As many stages of Q as slots: dS releases Q after the slot. And its epilogue waits for nobody.
   if (program == "sm90-wide-d192-v128") {
-    waits.insert({"P", "p_empty"});
+    waits = {{"dS", "q_full"}, {"P", "p_empty"}};
   }
   return waits;
 }

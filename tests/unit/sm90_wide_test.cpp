@@ -100,6 +100,7 @@ class Walk {
     queries.num_q_tiles = sm90::num_blocks(packed, packed ? problem_.batch : 1, problem_.seqlen_q,
                                            sm90::kWideDqRows * kQueryCluster);
     queries.num_blocks = sm90::num_blocks(packed, problem_.batch, problem_.seqlen_q, sm90::kBlockM);
+    queries.section = 2 * problem_.group();
     for (const WidePass& pass :
          sm90::wide_passes(problem_, plan_, kKeyCluster, /*section=*/2, room_, partial_)) {
       written_.clear();
@@ -255,18 +256,33 @@ TEST(WideBackward, WithoutDqOrKeysNothingIsKept) {
   EXPECT_EQ(sm90::preferred_wide_room(p, kMultiprocessors), 0);
 }
 
-TEST(WideDqTileNumber, EveryTileOnceWhateverTheGrid) {
-  for (const int clusters : {1, 2, 66}) {
-    for (const int num_tiles : {1, 65, 66, 67, 131, 132, 133, 500}) {
-      std::vector<int> times(static_cast<std::size_t>(num_tiles), 0);
-      for (int cluster = 0; cluster < clusters; ++cluster) {
-        for (int round = 0; sm90::wide_dq_tile_number(round, cluster, clusters) < num_tiles;
-             ++round) {
-          ++times[static_cast<std::size_t>(sm90::wide_dq_tile_number(round, cluster, clusters))];
-        }
-      }
-      EXPECT_EQ(times, std::vector<int>(static_cast<std::size_t>(num_tiles), 1));
-    }
+TEST(WideDqSection, HeadsWhoseKeysFitAreTogetherAndEachTileComesOnce) {
+  const Shape shape{"causal", 2, 4096, 4096, 6, 3, kCausal, {}, {}};
+  const Problem p = make_problem(shape);
+  constexpr std::int64_t kKBytes = 4096 * 2 * 256;
+  EXPECT_EQ(sm90::wide_dq_section(p, 8 * kKBytes - 1), 2);  // one unit, two query heads
+  EXPECT_EQ(sm90::wide_dq_section(p, 32 * kKBytes), 8);
+  EXPECT_EQ(sm90::wide_dq_section(p, 1000 * kKBytes), 12);
+  sm90::BwdQueryParams queries{};
+  queries.sequences = sequences_of(shape);
+  queries.heads_q = 6;
+  queries.group = 2;
+  queries.num_q_tiles = 16;
+  queries.num_blocks = 128;
+  queries.section = 8;
+  WidePass pass{};
+  pass.num_units = 6;
+  pass.key_count = 64;
+  pass.blocks_per_head = 64;
+  std::map<std::pair<int, int>, int> times;
+  for (int number = 0; number < 12 * 16; ++number) {
+    const sm90::WideDqTile tile = sm90::wide_dq_tile<256, 2>(queries, pass, 2 * number);
+    const int head = tile.batch_index * 6 + tile.head;
+    // 8 heads, longest tiles first, then the other 4.
+    const bool first = number < 8 * 16;
+    EXPECT_EQ(head < 8, first) << number;
+    EXPECT_EQ(tile.n_end, 64 - (first ? number / 8 : (number - 8 * 16) / 4) * 4) << number;
+    EXPECT_EQ((++times[{head, tile.q_row}]), 1);
   }
 }
 

@@ -28,6 +28,11 @@ __device__ __forceinline__ void load_matrix(std::uint32_t address, std::uint32_t
                : "memory");
 }
 
+__device__ __forceinline__ std::uint32_t load_shared_uint(std::uint32_t address) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ float2 load_shared_float2(std::uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));

@@ -65,4 +65,17 @@ __device__ __forceinline__ bool mbarrier_test(std::uint32_t barrier, std::uint32
   return done != 0;
 }
 
+// PTX ISA, "st.async": a 32-bit value to the same offset `address` in the shared memory of CTA
+// `cta` of the cluster; its four bytes count for the barrier at `barrier` there.
+__device__ __forceinline__ void store_to_cta(std::uint32_t address, std::uint32_t value,
+                                             std::uint32_t barrier, std::uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 remote, remote_barrier;\nmapa.shared::cluster.u32 remote, %0, %3;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [remote], %1, "
+      "[remote_barrier];\n}" ::"r"(address),
+      "r"(value), "r"(barrier), "r"(cta)
+      : "memory");
+}
+
 }  // namespace flashgrad::ptx

@@ -114,10 +114,12 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   }
   if (tile.num_steps == 0) {
     if (p.dk) {
-      store_zeros(p.dk, tile, static_cast<int>(p.head_dim));
+      store_zeros(p.dk, tile, static_cast<int>(p.head_dim), static_cast<int>(threadIdx.x),
+                  C.kThreads);
     }
     if (p.dv) {
-      store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v));
+      store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v), static_cast<int>(threadIdx.x),
+                  C.kThreads);
     }
     if constexpr (C.ordered && C.cluster == 2) {
       ptx::cluster_sync();  // the ticket has been read

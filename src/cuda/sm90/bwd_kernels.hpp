@@ -21,8 +21,9 @@ Status launch_bwd_main(int variant, DType dtype, const BwdMaps& maps, const BwdP
 // One pass of dk and dv, and dS where `pass` has room for it, for head dims padded to kD and of v
 // to kDv: 256 and 256, 192 and 192, 192 and 128.
 template <int kD, int kDv>
-Status launch_bwd_wide(int cluster, bool softcap, DType dtype, const BwdMaps& maps,
-                       const BwdParams& params, const WidePass& pass, void* stream);
+Status launch_bwd_wide(int cluster, int num_multiprocessors, bool softcap, DType dtype,
+                       const BwdMaps& maps, const BwdParams& params, const WidePass& pass,
+                       void* stream);
 // What that pass gives to dq, from dS.
 template <int kD>
 Status launch_bwd_wide_dq(int cluster, int num_multiprocessors, DType dtype, const BwdMaps& maps,

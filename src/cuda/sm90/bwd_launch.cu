@@ -58,7 +58,7 @@ Layout make_layout(const Problem& p, const BwdPlan& plan) {
       plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
   layout.unit_counters = plan.units.lag > 0 ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
-  layout.ticket = plan.ordered() ? take(4) : 0;
+  layout.ticket = plan.ordered() || plan.variant < 0 ? take(4) : 0;
   if (plan.has_main(p)) {
     const std::int64_t tiles = num_clusters(p, plan, plan.units);
     layout.tiles = take(tiles * kBwdConfigs[plan.variant].cluster * std::int64_t{sizeof(KeyTile)});
@@ -308,6 +308,8 @@ Status run(const Problem& p, const Args& args) {
   if (plan.ordered()) {
     order = {p.wants_dq ? word(layout.counters) : nullptr, word(layout.ticket)};
     keys_per_turn = kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
+  } else if (plan.variant < 0) {
+    order.ticket = word(layout.ticket);
   }
   UnitPipeline pipeline = plan.units;
   pipeline.head_blocks = static_cast<std::int32_t>(head_blocks(p));
@@ -369,7 +371,7 @@ Status run(const Problem& p, const Args& args) {
         reinterpret_cast<std::uintptr_t>(args.workspace) + args.workspace_bytes;
     wide = make_wide_plan(p, device.num_multiprocessors,
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
-    FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p),
+    FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p), order.ticket,
                                    reinterpret_cast<std::uint8_t*>(room), device));
   } else if (plan.has_main(p)) {
     FG_RETURN_IF_ERROR(run_main(p, args, plan, main));

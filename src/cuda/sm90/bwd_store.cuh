@@ -48,6 +48,37 @@ __device__ __forceinline__ OutputRows gradient_rows(const Tensor& out, const Key
           tile.head_kv, tile.rows_to_write - key, static_cast<int>(columns)};
 }
 
+// Whole 16-byte pieces of 64 rows from rows `staging_row` on of a swizzled tile to 16-bit tensors:
+// columns [kFirst, kColumns), as many as divide 1024 at a time, for then all pieces of a thread
+// have the same column, and their rows the same swizzle.
+template <int kColumns, int kFirst, int kTileRows>
+__device__ __forceinline__ void copy_rows(const OutputRows& rows, std::uint32_t staging,
+                                          int staging_row, int thread) {
+  constexpr int kLeft = kColumns - kFirst;
+  constexpr int kWidth = kLeft >= 128 ? 128 : kLeft >= 64 ? 64 : kLeft;
+  constexpr int kPieces = kWidth / 8;   // of 16 bytes in a row
+  constexpr int kStep = 128 / kPieces;  // rows
+  static_assert(128 % kPieces == 0 && kStep % 8 == 0);
+  const int first = thread / kPieces;
+  const int column = kFirst + thread % kPieces * 8;
+  const std::uint32_t from =
+      staging + static_cast<std::uint32_t>(
+                    tile::SwizzledTile<kTileRows>::offset(staging_row + first, column));
+  std::uint16_t* const to = static_cast<std::uint16_t*>(rows.out.data) +
+                            rows.out.offset(rows.batch, rows.row + first, rows.head) + column;
+#pragma unroll
+  for (int k = 0; k < 64 / kStep; ++k) {
+    if (first + k * kStep < rows.count) {
+      __stcs(reinterpret_cast<uint4*>(to + k * kStep * rows.out.row_stride),
+             ptx::load_shared_uint4(from +
+                                    static_cast<std::uint32_t>(k * kStep * tile::kBoxRowBytes)));
+    }
+  }
+  if constexpr (kFirst + kWidth < kColumns) {
+    copy_rows<kColumns, kFirst + kWidth, kTileRows>(rows, staging, staging_row, thread);
+  }
+}
+
 // Writes `factor` times a warpgroup's 64 x kColumns product, directly from registers if f32, else
 // through rows `staging_row` on of the swizzled tile at `staging`, which only this warpgroup uses
 // by then.
@@ -93,27 +124,9 @@ __device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float
                     rows.out.row_stride % 8 == 0 && rows.out.head_stride % 8 == 0 &&
                     rows.out.batch_stride % 8 == 0;
   auto* base = static_cast<std::uint16_t*>(rows.out.data);
-  constexpr int kPieces = kColumns / 8;  // of 16 bytes in a row
-  if constexpr (128 % kPieces == 0 && 128 / kPieces % 8 == 0) {
-    if (wide && rows.columns == kColumns) {
-      // The thread's pieces have the same column, and their rows the same swizzle.
-      constexpr int kStep = 128 / kPieces;  // rows
-      const int first = thread / kPieces;
-      const int column = thread % kPieces * 8;
-      const std::uint32_t from =
-          staging + static_cast<std::uint32_t>(Tile::offset(staging_row + first, column));
-      std::uint16_t* const to =
-          base + rows.out.offset(rows.batch, rows.row + first, rows.head) + column;
-#pragma unroll
-      for (int k = 0; k < 64 / kStep; ++k) {
-        if (first + k * kStep < rows.count) {
-          __stcs(reinterpret_cast<uint4*>(to + k * kStep * rows.out.row_stride),
-                 ptx::load_shared_uint4(
-                     from + static_cast<std::uint32_t>(k * kStep * tile::kBoxRowBytes)));
-        }
-      }
-      return;
-    }
+  if (wide && rows.columns == kColumns) {
+    copy_rows<kColumns, 0, kTileRows>(rows, staging, staging_row, thread);
+    return;
   }
 #pragma unroll 4
   for (int i = thread; i < 64 * (kColumns / 8); i += 128) {
@@ -140,9 +153,10 @@ __device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float
 }
 
 // dk = dv = 0 for keys that no query sees.
-__device__ __forceinline__ void store_zeros(const Tensor& out, const KeyTile& tile, int columns) {
+__device__ __forceinline__ void store_zeros(const Tensor& out, const KeyTile& tile, int columns,
+                                            int thread, int num_threads) {
   const auto total = static_cast<std::int64_t>(tile.rows_to_write) * columns;
-  for (std::int64_t i = threadIdx.x; i < total; i += blockDim.x) {
+  for (std::int64_t i = thread; i < total; i += num_threads) {
     const std::int64_t at =
         out.offset(tile.batch_index, tile.kv_row + i / columns, tile.head_kv) + i % columns;
     if (out.dtype == DType::kF32) {

@@ -4,7 +4,7 @@
 // product, since 64 keys of dk and of dv fill the registers of one warpgroup each:
 //   0  "P":  (1) S^T = K Q^T, (2) P^T, (5) dV += P^T dO
 //   1  "dS": (3) dP^T = V dO^T, (4) dS^T, (6) dK += dS^T Q, and dS^T to global memory
-//   2  the first warp issues the loads
+//   2  the first warp issues the loads, the second says which tile comes next
 // P^T crosses from 0 to 1 as packed 16-bit through slots in shared memory, each thread reading what
 // the same thread of the other warpgroup wrote; dS^T is written over it and copied from there by
 // the copy engine, as the swizzled image that the dq kernel wants back. (2) and (4) feed (5) and
@@ -14,7 +14,8 @@
 // (kAhead), (1) of the next step is issued before (2) of this one.
 //
 // A cluster of two CTAs, which hold neighbouring keys, shares the loads of Q and dO (multicast) and
-// nothing else: the bits do not depend on it.
+// nothing else: the bits do not depend on it. Where there is room (kAhead) it makes several tiles
+// (wide_rounds.cuh); steps count through all of them.
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per):
 //   q_full, do_full  1; loader -> both; step and piece of 128 columns. K and V come first, as if
@@ -25,7 +26,8 @@
 //   p_full           4; P -> dS; step, slot = step mod kSlots
 //   p_empty          4; dS, when the copy engine has read the slot -> P; step
 //   landing          1; loader -> loader, for tiles with rows to clear
-//   done             8; P and dS after their last products -> both; once
+//   done             8; P and dS after their last products -> both; once, without kAhead
+//   and, with kAhead, those of wide_rounds.cuh
 // Named barriers: 3, 4 the epilogue of P and dS.
 #pragma once
 
@@ -47,16 +49,26 @@ __device__ __forceinline__ void wide_release(std::uint32_t barrier, int lane) {
   }
 }
 
-// Waits for the products of both roles: then the stages are free for the epilogue.
+// Waits for the products of both roles, if the epilogue goes through the stages.
 template <class Shared>
 __device__ __forceinline__ void wide_products_done(const Shared& shared, int lane) {
-  __syncwarp();
-  if (lane == 0) {
-    ptx::mbarrier_arrive(shared.done());
+  if constexpr (!Shared::kAhead) {
+    __syncwarp();
+    if (lane == 0) {
+      ptx::mbarrier_arrive(shared.done());
+    }
+    ptx::mbarrier_wait(shared.done(), 0);
+    __syncwarp();
   }
-  ptx::mbarrier_wait(shared.done(), 0);
-  __syncwarp();
 }
+
+// What a role carries from tile to tile.
+template <class Shared>
+struct WideProgress {
+  Ring<Shared::kQStages> q_ring;
+  Ring<Shared::kDoStages> do_ring;
+  int step = 0;
+};
 
 // The resident columns of K or V as A fragments: 16 columns in each four registers.
 template <int kColumns>
@@ -108,7 +120,8 @@ __device__ __forceinline__ void load_row_statistic(float2 (&rows)[8], std::uint3
 
 template <class Shared, bool kSoftcap, class T>
 __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& tile,
-                                            const Shared& shared, int thread) {
+                                            const Shared& shared, int thread,
+                                            WideProgress<Shared>& progress) {
   using Tile = tile::SwizzledTile<64>;
   constexpr int kDv = Shared::kHeadDimV;
   constexpr int kResident = Shared::kResidentK;
@@ -122,8 +135,8 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     x = 0;
   }
   std::uint32_t resident[kResident / 4];
-  Ring<Shared::kQStages> q_ring;
-  Ring<Shared::kDoStages> do_ring;
+  Ring<Shared::kQStages>& q_ring = progress.q_ring;
+  Ring<Shared::kDoStages>& do_ring = progress.do_ring;
 #pragma unroll
   for (int piece = 0; piece < Shared::kQPieces; ++piece) {
     ptx::mbarrier_wait(shared.q_full(q_ring.stage(), piece), q_ring.parity());
@@ -139,10 +152,11 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
   const int full_begin = tile.full_begin[0] - tile.m_begin;
   const int full_count = max(tile.full_end[0] - tile.full_begin[0], 0);
   const int blocks = tile.m_end - tile.m_begin;
-  const int num_steps = tile.num_steps;
   int left = blocks - 1;
   int previous_do = 0;
-  int step = 0;
+  int& step = progress.step;
+  const int first_step = step;
+  const int end_step = step + tile.num_steps;
   const auto issue_s = [&](float(&s)[32], int stage, std::uint32_t parity) {  // (1)
     gemm_resident<Shared::kHeadDim, kResident, T>(
         s, resident, desc_k, desc_q + static_cast<std::uint64_t>(stage) * (Shared::kQBytes / 16),
@@ -161,7 +175,7 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     q_ring.advance();
     if constexpr (!kAhead) {
       ptx::wgmma_wait<1>();
-      if (step > 0) {
+      if (step > first_step) {
         wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
       }
       ptx::wgmma_wait<0>();
@@ -170,7 +184,7 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     } else {
       ptx::wgmma_wait<0>();
       ptx::pin(s);
-      if (step > 0) {
+      if (step > first_step) {
         wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
       }
     }
@@ -182,7 +196,7 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     }
     if constexpr (kAhead) {
       // In the last step this step's again, unused: ptxas wants no way around a product.
-      const bool more = step + 1 < num_steps;
+      const bool more = step + 1 < end_step;
       issue_s(next, more ? q_ring.stage() : q_stage, more ? q_ring.parity() : q_parity);
       wide_release<Shared::kCluster>(shared.q_empty(q_stage), lane);
     }
@@ -248,31 +262,33 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
 #pragma unroll 1
     do {
       rest_of_step(s[0], s[1]);
-      if (step == num_steps) {
+      if (step == end_step) {
         break;
       }
       rest_of_step(s[1], s[0]);
-    } while (step < num_steps);
+    } while (step < end_step);
   } else {
 #pragma unroll 1
     do {
       float s[32];
       issue_s(s, q_ring.stage(), q_ring.parity());
       rest_of_step(s, s);
-    } while (step < num_steps);
+    } while (step < end_step);
   }
   ptx::wgmma_wait<0>();
   ptx::pin(dv);
+  wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
   wide_products_done(shared, lane);
-  if (p.dv) {  // through the stages of dO, which no one reads any more
-    store_rows<kDv, 64, T>(dv, 1.0F, gradient_rows(p.dv, tile, 0, p.head_dim_v), shared.dout(0), 0,
-                           3, thread);
+  if (p.dv) {
+    store_rows<kDv, 64, T>(dv, 1.0F, gradient_rows(p.dv, tile, 0, p.head_dim_v),
+                           shared.dv_staging(), 0, 3, thread);
   }
 }
 
 template <class Shared, bool kSoftcap, class T>
 __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile& wide_tile,
-                                             std::uint8_t* ds, const Shared& shared, int thread) {
+                                             std::uint8_t* ds, const Shared& shared, int thread,
+                                             WideProgress<Shared>& progress) {
   using Tile = tile::SwizzledTile<64>;
   constexpr int kD = Shared::kHeadDim;
   constexpr int kResident = Shared::kResidentV;
@@ -285,8 +301,8 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     x = 0;
   }
   std::uint32_t resident[kResident / 4];
-  Ring<Shared::kQStages> q_ring;
-  Ring<Shared::kDoStages> do_ring;
+  Ring<Shared::kQStages>& q_ring = progress.q_ring;
+  Ring<Shared::kDoStages>& do_ring = progress.do_ring;
   wide_release<Shared::kCluster>(shared.q_empty(q_ring.stage()), lane);  // K is the other's
   q_ring.advance();
 #pragma unroll
@@ -302,13 +318,14 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
   const auto ds_row =
       static_cast<std::uint32_t>(Tile::offset(warp * 16 + lane % 16, lane / 16 * 8));
   const int blocks = tile.m_end - tile.m_begin;
-  const int num_steps = tile.num_steps;
   int image = wide_tile.image;
   const int to_block_below = wide_tile.to_block_below;
   const int to_next_head = wide_tile.to_next_head;
   int left = blocks - 1;
   int previous_q = 0;
-  int step = 0;
+  int& step = progress.step;
+  const int first_step = step;
+  const int end_step = step + tile.num_steps;
 #pragma unroll 1
   do {
     // (3)
@@ -322,12 +339,12 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     float2 rows[8];
     load_row_statistic(rows, shared.delta(step) + static_cast<std::uint32_t>(lane % 4 * 8));
     const int slot = step % Shared::kSlots;
-    if (step > 0 && lane == 0) {
+    if (step > first_step && lane == 0) {
       ptx::bulk_wait_read<0>();
       ptx::mbarrier_arrive(shared.p_empty((step - 1) % Shared::kSlots));
     }
     ptx::wgmma_wait<1>();
-    if (step > 0) {
+    if (step > first_step) {
       wide_release<Shared::kCluster>(shared.q_empty(previous_q), lane);  // (6) of the step before
     }
     std::uint32_t rds[16];  // P, then dS
@@ -397,16 +414,18 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     if (--left < 0) {
       left = blocks - 1;
     }
-  } while (++step < num_steps);
+  } while (++step < end_step);
   ptx::wgmma_wait<0>();
   ptx::pin(dk);
+  wide_release<Shared::kCluster>(shared.q_empty(previous_q), lane);
   if (lane == 0) {
     ptx::bulk_wait_read<0>();
+    ptx::mbarrier_arrive(shared.p_empty((step - 1) % Shared::kSlots));
   }
   wide_products_done(shared, lane);
-  if (p.dk) {  // through the first stages of Q, which no one reads any more
-    store_rows<kD, 64, T>(dk, p.scale, gradient_rows(p.dk, tile, 0, p.head_dim), shared.q(0), 0, 4,
-                          thread);
+  if (p.dk) {
+    store_rows<kD, 64, T>(dk, p.scale, gradient_rows(p.dk, tile, 0, p.head_dim),
+                          shared.dk_staging(), 0, 4, thread);
   }
 }
 
@@ -418,12 +437,13 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
   // No byte is left to align the tiles by hand.
   extern __shared__ __align__(tile::kTileAlignment) std::uint8_t wide_shared[];
   const Shared shared{ptx::shared_address(wide_shared)};
-  WideTile& tile = *reinterpret_cast<WideTile*>(wide_shared + Shared::kInfoOffset);
+  WideTile* const tiles = reinterpret_cast<WideTile*>(wide_shared + Shared::kInfoOffset);
+  const WideRounds rounds = shared.rounds();
   const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
   if (threadIdx.x == 0) {
     shared.init_barriers();
   } else if (threadIdx.x == 128) {
-    tile = wide_tile<kCluster>(p, pass, blockIdx.x);
+    tiles[0] = wide_tile<kCluster>(p, pass, blockIdx.x);
   }
   __syncthreads();
   if constexpr (kCluster == 2) {
@@ -431,32 +451,62 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
   }
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  if (tile.keys.num_steps <= 0) {  // in both CTAs of a cluster
-    if (tile.keys.num_steps == 0) {
-      if (p.dk) {
-        store_zeros(p.dk, tile.keys, static_cast<int>(p.head_dim));
+  constexpr bool kSeveral = Shared::kAhead;
+  const int lane = ptx::thread_index() % 32;
+  // Of a consumer, after its part of a tile.
+  const auto end_tile = [&](int round, int named_barrier) {
+    if constexpr (kSeveral) {
+      __syncwarp();
+      if (lane == 0) {
+        ptx::mbarrier_arrive(rounds.tile_empty(round));
       }
-      if (p.dv) {
-        store_zeros(p.dv, tile.keys, static_cast<int>(p.head_dim_v));
-      }
+      ptx::named_barrier_sync<128>(named_barrier);  // the staging is free again
     }
-    return;
-  }
+  };
   if (warpgroup == 2) {
-    ptx::registers_decrease<kWideLoaderRegisters>();
-    if (__shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0) == 8) {
-      const KeyTile local = tile.keys;
-      WideLoader<Shared> loader(p, maps, local, shared,
-                                kCluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0,
-                                ptx::thread_index() % 32);
-      loader.run();
+    ptx::registers_decrease<Shared::kLoaderRegisters>();
+    const int rank = kCluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
+    const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0);
+    if (warp == 8) {
+      WideLoader<Shared> loader(p, maps, shared, rank, lane);
+      rounds.each<kSeveral>(tiles, [&](int round, const WideTile& tile) {
+        loader.run(tile.keys);
+        if constexpr (kSeveral) {
+          if (ptx::elect_one()) {
+            ptx::mbarrier_arrive(rounds.tile_empty(round));
+          }
+          __syncwarp();
+        }
+      });
+    } else if (kSeveral && warp == 9 && lane == 0) {
+      rounds.schedule<kCluster>(
+          p.ticket, static_cast<std::uint32_t>(pass.num_units * pass.num_key_tiles), rank, tiles,
+          [&](std::int64_t cta) { return wide_tile<kCluster>(p, pass, cta); });
     }
   } else if (warpgroup == 0) {
-    ptx::registers_increase<kWideRegisters>();
-    wide_p_role<Shared, kSoftcap, T>(p, tile.keys, shared, ptx::thread_index() % 128);
+    ptx::registers_increase<Shared::kPRegisters>();
+    WideProgress<Shared> progress;
+    rounds.each<kSeveral>(tiles, [&](int round, const WideTile& tile) {
+      const int thread = ptx::thread_index() % 128;
+      if (tile.keys.num_steps > 0) {  // or not, in both CTAs of a cluster
+        wide_p_role<Shared, kSoftcap, T>(p, tile.keys, shared, thread, progress);
+      } else if (tile.keys.num_steps == 0 && p.dv) {
+        store_zeros(p.dv, tile.keys, static_cast<int>(p.head_dim_v), thread, 128);
+      }
+      end_tile(round, 3);
+    });
   } else {
-    ptx::registers_increase<kWideRegisters>();
-    wide_ds_role<Shared, kSoftcap, T>(p, tile, pass.ds, shared, ptx::thread_index() % 128);
+    ptx::registers_increase<Shared::kDsRegisters>();
+    WideProgress<Shared> progress;
+    rounds.each<kSeveral>(tiles, [&](int round, const WideTile& tile) {
+      const int thread = ptx::thread_index() % 128;
+      if (tile.keys.num_steps > 0) {
+        wide_ds_role<Shared, kSoftcap, T>(p, tile, pass.ds, shared, thread, progress);
+      } else if (tile.keys.num_steps == 0 && p.dk) {
+        store_zeros(p.dk, tile.keys, static_cast<int>(p.head_dim), thread, 128);
+      }
+      end_tile(round, 4);
+    });
   }
   if constexpr (kCluster == 2) {
     __syncwarp();

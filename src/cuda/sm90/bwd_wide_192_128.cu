@@ -4,7 +4,7 @@
 
 namespace flashgrad::sm90 {
 
-template Status launch_bwd_wide<192, 128>(int, bool, DType, const BwdMaps&, const BwdParams&,
+template Status launch_bwd_wide<192, 128>(int, int, bool, DType, const BwdMaps&, const BwdParams&,
                                           const WidePass&, void*);
 
 }  // namespace flashgrad::sm90

@@ -4,7 +4,7 @@
 
 namespace flashgrad::sm90 {
 
-template Status launch_bwd_wide<256, 256>(int, bool, DType, const BwdMaps&, const BwdParams&,
+template Status launch_bwd_wide<256, 256>(int, int, bool, DType, const BwdMaps&, const BwdParams&,
                                           const WidePass&, void*);
 template Status launch_bwd_wide_dq<256>(int, int, DType, const BwdMaps&, const BwdQueryParams&,
                                         const WidePass&, void*);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, dq for head dims above 128 out of the images of dS that bwd_wide.cuh left:
 //   (7) dQ += dS K by ascending key blocks, dq = scale * dQ after the last
-// A tile is 128 queries of a head; a CTA makes one or, in rounds, several. What the keys of one
-// pass (wide_pass.hpp) give is carried to the next in f32, as the accumulators are: so cutting the
-// keys into passes changes no bit.
+// A tile is 128 queries of a head; which tiles a cluster makes, wide_rounds.cuh says. What the keys
+// of one pass (wide_pass.hpp) give is carried to the next in f32, as the accumulators are: so
+// cutting the keys into passes changes no bit.
 //
 // Warpgroup roles (384 threads): 0, 1 "consumers", 64 queries each; 2: the first warp issues the
 // loads, the second says which tile comes next. A cluster of two CTAs, which hold neighbouring
@@ -13,8 +13,7 @@
 //   full     1; loader -> consumers; step, stage = step mod kStages
 //   empty    8 (cluster: 16, of both CTAs); consumer warps, after (7) -> loader; step
 //   landing  1; loader -> loader, for tiles with rows to clear
-//   tile_full   1; second warp -> all; round, place = round mod 2
-//   tile_empty  9; consumer warps and loader, done with the tile -> second warp; round
+//   and those of wide_rounds.cuh
 // Named barriers: 3, 4 each consumer's epilogue.
 #pragma once
 
@@ -24,6 +23,7 @@
 #include "cuda/sm90/bwd_store.cuh"
 #include "cuda/sm90/load.cuh"
 #include "cuda/sm90/wide_config.hpp"
+#include "cuda/sm90/wide_rounds.cuh"
 #include "cuda/sm90/wide_tile.cuh"
 #include "cuda/tile/gemm.cuh"
 
@@ -57,22 +57,18 @@ struct WideDqShared {
   __device__ std::uint32_t barrier(int i) const { return base + kBarrierOffset + 8 * i; }
   __device__ std::uint32_t full(int stage) const { return barrier(stage); }
   __device__ std::uint32_t empty(int stage) const { return barrier(kStages + stage); }
-  __device__ std::uint32_t tile_full(int round) const { return barrier(2 * kStages + round % 2); }
-  __device__ std::uint32_t tile_empty(int round) const {
-    return barrier(2 * kStages + 2 + round % 2);
+  __device__ std::uint32_t landing() const { return barrier(2 * kStages); }
+  __device__ WideRounds rounds() const {
+    return {barrier(2 * kStages + 1), base + kConfig.number_offset()};
   }
-  __device__ std::uint32_t landing() const { return barrier(2 * kStages + 4); }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full(i), 1);
       ptx::mbarrier_init(empty(i), 8 * kCluster);
     }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(tile_full(i), 1);
-      ptx::mbarrier_init(tile_empty(i), 9);
-    }
     ptx::mbarrier_init(landing(), 1);
+    rounds().init_barriers();
     ptx::fence_mbarrier_init();
   }
 };
@@ -93,8 +89,23 @@ __device__ __forceinline__ void wide_dq_loader_role(const BwdQueryParams& p, con
   const int n_end = tile.n_end;
   const int live_begin = tile.live_begin;
   const int live_end = tile.live_end;
+  // Lets the scheduler look for the next tile when few steps are left to load.
+  constexpr int kStepsBefore = 6;
+  const int ask_at = max(n_end - kStepsBefore, n_begin);
+  const auto ask = [&] {
+    if (ptx::elect_one()) {
+      ptx::mbarrier_arrive(shared.rounds().tile_ends());
+    }
+    __syncwarp();
+  };
+  if (n_begin >= n_end) {
+    ask();
+  }
 #pragma unroll 1
   for (int n = n_begin; n < n_end; ++n) {
+    if (n == ask_at) {
+      ask();
+    }
     const int stage = ring.stage();
     const int row = tile.kv_row + n * kWideKeys;
     const bool dead_keys =
@@ -191,6 +202,10 @@ __device__ __forceinline__ void wide_dq_consumer_role(
       ring.advance();
     }
   };
+  // Loaded before the products: behind them the load would be waited for.
+  const float* neg_lse = p.neg_lse_log2 + tile.statistics[consumer] + thread / 32 * 16 + lane / 4;
+  const bool exists = tile.rows_to_write > 64 * consumer;
+  const bool blind[2] = {!exists || neg_lse[0] == -INFINITY, !exists || neg_lse[8] == -INFINITY};
   float dq[kD / 2];
 #pragma unroll
   for (float& x : dq) {
@@ -245,9 +260,6 @@ __device__ __forceinline__ void wide_dq_consumer_role(
   }
   if (tile.finishes[consumer] != 0) {
     // A row that sees nothing is 0, whatever stands in the keys that its neighbours see.
-    const float* neg_lse = p.neg_lse_log2 + tile.statistics[consumer] + thread / 32 * 16 + lane / 4;
-    const bool exists = tile.rows_to_write > 64 * consumer;
-    const bool blind[2] = {!exists || neg_lse[0] == -INFINITY, !exists || neg_lse[8] == -INFINITY};
 #pragma unroll
     for (int i = 0; i < kD / 2; ++i) {
       dq[i] = blind[i / 2 % 2] ? 0.0F : dq[i];
@@ -272,9 +284,12 @@ __global__ __launch_bounds__(kWideDqThreads,
   const Shared shared{base};
   WideDqTile* const tiles =
       reinterpret_cast<WideDqTile*>(dynamic_shared + (base - start) + Shared::kInfoOffset);
+  const WideRounds rounds = shared.rounds();
   const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
   if (threadIdx.x == 0) {
     shared.init_barriers();
+  } else if (threadIdx.x == 128) {
+    tiles[0] = wide_dq_tile<kD, kCluster>(p, pass, blockIdx.x);
   }
   __syncthreads();
   if constexpr (kCluster == 2) {
@@ -284,49 +299,34 @@ __global__ __launch_bounds__(kWideDqThreads,
   ptx::grid_dependency_launch();
   const int rank = kCluster == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
   const int lane = ptx::thread_index() % 32;
-  const int num_tiles = static_cast<int>(pass.num_units * p.group * p.num_q_tiles);
-  const auto number = [](int round) {
-    return wide_dq_tile_number(round, static_cast<int>(blockIdx.x) / kCluster,
-                               static_cast<int>(gridDim.x) / kCluster);
-  };
-  const auto each_round = [&](auto&& body) {
-#pragma unroll 1
-    for (int round = 0; number(round) < num_tiles; ++round) {
-      body(round, tiles[round % 2], static_cast<std::uint32_t>(round / 2) & 1U);
-    }
-  };
   if (warpgroup == 2) {
     ptx::registers_decrease<kWideDqLoaderRegisters>();
     const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0);
     if (warp == 8) {
       Ring<Shared::kStages> ring;
       std::uint32_t landing_parity = 0;
-      each_round([&](int round, const WideDqTile& tile, std::uint32_t parity) {
-        ptx::mbarrier_wait(shared.tile_full(round), parity);
+      rounds.each<true>(tiles, [&](int round, const WideDqTile& tile) {
         wide_dq_loader_role<kD, kCluster>(p, maps, tile, shared, rank, lane, ring, landing_parity);
         if (ptx::elect_one()) {
-          ptx::mbarrier_arrive(shared.tile_empty(round));
+          ptx::mbarrier_arrive(rounds.tile_empty(round));
         }
         __syncwarp();
       });
     } else if (warp == 9 && lane == 0) {
-      each_round([&](int round, WideDqTile& tile, std::uint32_t parity) {
-        ptx::mbarrier_wait(shared.tile_empty(round), parity ^ 1U);
-        tile = wide_dq_tile<kD, kCluster>(p, pass, std::int64_t{number(round)} * kCluster + rank);
-        ptx::mbarrier_arrive(shared.tile_full(round));
-      });
+      rounds.schedule<kCluster>(
+          p.ticket, static_cast<std::uint32_t>(pass.num_units * p.group * p.num_q_tiles), rank,
+          tiles, [&](std::int64_t cta) { return wide_dq_tile<kD, kCluster>(p, pass, cta); });
     }
   } else {
     ptx::registers_increase<kWideDqRegisters>();
     const int consumer = __shfl_sync(0xffffffffU, ptx::thread_index() / 128, 0);
     Ring<Shared::kStages> ring;
-    each_round([&](int round, const WideDqTile& tile, std::uint32_t parity) {
-      ptx::mbarrier_wait(shared.tile_full(round), parity);
+    rounds.each<true>(tiles, [&](int round, const WideDqTile& tile) {
       wide_dq_consumer_role<kD, kCluster, T>(p, tile, shared, consumer, ptx::thread_index() % 128,
                                              ring);
       __syncwarp();
       if (lane == 0) {
-        ptx::mbarrier_arrive(shared.tile_empty(round));
+        ptx::mbarrier_arrive(rounds.tile_empty(round));
       }
       ptx::named_barrier_sync<128>(3 + consumer);  // the staging is free again
     });

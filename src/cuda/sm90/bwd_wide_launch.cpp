@@ -25,8 +25,8 @@ Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows
 }  // namespace
 
 Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
-                   const RowStatistics& rows, const Scales& scales, std::uint8_t* room,
-                   const cuda::DeviceProperties& device) {
+                   const RowStatistics& rows, const Scales& scales, std::uint32_t* ticket,
+                   std::uint8_t* room, const cuda::DeviceProperties& device) {
   const WideExtent e(p);
   const std::int64_t batch = p.packed ? 1 : p.batch;
   const bool softcap = p.softcap > 0;
@@ -54,6 +54,7 @@ Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
   key_params.dk = p.wants_dk ? args.dk : Tensor{};
   key_params.dv = p.wants_dv ? args.dv : Tensor{};
   key_params.rows = rows;
+  key_params.ticket = ticket;
   key_params.scale = scales.scale;
   key_params.scale_log2 = scales.log2;
   key_params.scale_softcap = scales.softcap;
@@ -70,6 +71,7 @@ Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
   query_params.dq = args.dq;
   query_params.num_blocks = rows.num_blocks;
   query_params.neg_lse_log2 = rows.neg_lse_log2;
+  query_params.ticket = ticket;
   query_params.scale = scales.scale;
 
   BwdMaps key_maps{};
@@ -94,13 +96,14 @@ Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
   const std::int64_t unit_bytes = p.group() * p.seqlen_q * 2 * (p.head_dim + p.head_dim_v);
   const std::int64_t section = std::max<std::int64_t>(
       1, device.l2_bytes * std::int64_t{8} / 15 / std::max<std::int64_t>(1, unit_bytes));
+  query_params.section = wide_dq_section(p, device.l2_bytes);
   for (const WidePass& pass : wide_passes(p, plan, key_cluster, section, room,
                                           reinterpret_cast<float*>(room + plan.ds_bytes))) {
     const auto keys = padded_head_dim(p) == 256 ? launch_bwd_wide<256, 256>
                       : p.head_dim_v <= 128     ? launch_bwd_wide<192, 128>
                                                 : launch_bwd_wide<192, 192>;
-    FG_RETURN_IF_ERROR(
-        keys(key_cluster, softcap, p.dtype, key_maps, key_params, pass, args.stream));
+    FG_RETURN_IF_ERROR(keys(key_cluster, device.num_multiprocessors, softcap, p.dtype, key_maps,
+                            key_params, pass, args.stream));
     if (plan.keeps_ds) {
       const auto queries =
           padded_head_dim(p) == 256 ? launch_bwd_wide_dq<256> : launch_bwd_wide_dq<192>;

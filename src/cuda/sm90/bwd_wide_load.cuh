@@ -19,25 +19,20 @@ struct WideLoader {
 
   const BwdParams& p;
   const BwdMaps& maps;
-  const KeyTile& tile;
   Shared shared;
   int rank;  // of the CTA in its cluster
   int lane;
-  StepWalk<false> walk;
+  KeyTile tile{};
+  StepWalk<false> walk{tile, 1};
+  int step = 0;  // counts through the tiles, as in all roles
   Ring<Shared::kQStages> q_ring;
   Ring<Shared::kDoStages> do_ring;
   std::uint32_t unreadable = 0;  // of the walk's next 32 blocks, which have rows not to be read
   std::uint32_t landing_parity = 0;
 
-  __device__ WideLoader(const BwdParams& params, const BwdMaps& tensor_maps,
-                        const KeyTile& key_tile, Shared memory, int cluster_rank, int lane_index)
-      : p(params),
-        maps(tensor_maps),
-        tile(key_tile),
-        shared(memory),
-        rank(cluster_rank),
-        lane(lane_index),
-        walk(key_tile, static_cast<int>(params.group)) {}
+  __device__ WideLoader(const BwdParams& params, const BwdMaps& tensor_maps, Shared memory,
+                        int cluster_rank, int lane_index)
+      : p(params), maps(tensor_maps), shared(memory), rank(cluster_rank), lane(lane_index) {}
 
   __device__ void wait_for_landing() {
     ptx::mbarrier_wait(shared.landing(), landing_parity);
@@ -136,7 +131,7 @@ struct WideLoader {
 
   // The query block of q with lse, or of dout with delta.
   template <bool kIsQ>
-  __device__ void load_rows(int step) {
+  __device__ void load_rows() {
     constexpr int kColumns = kIsQ ? Shared::kHeadDim : Shared::kHeadDimV;
     constexpr int kPieces = kIsQ ? Shared::kQPieces : Shared::kDoPieces;
     constexpr int kBoxes = kColumns / 64;
@@ -211,15 +206,37 @@ struct WideLoader {
     __syncwarp();
   }
 
-  __device__ void run() {
+  // Lets the scheduler look for the next tile when few steps are left to load.
+  __device__ void ask(int left) {
+    constexpr int kStepsBefore = 4;
+    if constexpr (Shared::kAhead) {
+      if (left == kStepsBefore || (left == tile.num_steps && left < kStepsBefore)) {
+        if (ptx::elect_one()) {
+          ptx::mbarrier_arrive(shared.rounds().tile_ends());
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  __device__ void run(const KeyTile& next_tile) {
+    tile = next_tile;
+    if (tile.num_steps <= 0) {
+      tile.num_steps = 0;
+      ask(0);
+      return;
+    }
+    walk = StepWalk<false>(tile, static_cast<int>(p.group));
     load_keys<Shared::kHeadDim, Shared::kResidentK>(true, shared.k());
 #pragma unroll 1
-    for (int step = 0; step < tile.num_steps; ++step) {
-      load_rows<true>(step);
-      if (step == 0) {
+    for (int left = tile.num_steps; left > 0; --left) {
+      ask(left);
+      load_rows<true>();
+      if (left == tile.num_steps) {
         load_keys<Shared::kHeadDimV, Shared::kResidentV>(false, shared.v());
       }
-      load_rows<false>(step);
+      load_rows<false>();
+      ++step;
       walk.advance();
       unreadable >>= 1;
     }

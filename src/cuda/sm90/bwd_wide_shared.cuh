@@ -4,6 +4,7 @@
 
 #include "cuda/sm90/bwd_shared.cuh"
 #include "cuda/sm90/wide_config.hpp"
+#include "cuda/sm90/wide_rounds.cuh"
 
 namespace flashgrad::sm90 {
 
@@ -17,8 +18,8 @@ struct WideShared {
   static constexpr int kCluster = kClusterSize;
   static constexpr int kBoxBytes = WideConfig::kBoxBytes;
   static constexpr bool kAhead = kConfig.ahead();
-  static constexpr int kResidentK = kConfig.resident();
-  static constexpr int kResidentV = kConfig.resident();
+  static constexpr int kResidentK = kConfig.resident_k();
+  static constexpr int kResidentV = kConfig.resident_v();
   static constexpr int kSlots = kConfig.slots();
   static constexpr int kQStages = kConfig.q_stages();
   static constexpr int kDoStages = kConfig.do_stages();
@@ -41,7 +42,11 @@ struct WideShared {
   static constexpr int kDoEmpty = kDoFull + kDoStages * kDoPieces;
   static constexpr int kPFull = kDoEmpty + kDoStages;
   static constexpr int kPEmpty = kPFull + kSlots;
-  static constexpr int kNumBarriers = kPEmpty + kSlots;
+  static constexpr int kRounds = kPEmpty + kSlots;
+  static constexpr int kPRegisters = kConfig.p_registers();
+  static constexpr int kDsRegisters = kConfig.ds_registers();
+  static constexpr int kLoaderRegisters = kConfig.loader_registers();
+  static constexpr int kNumBarriers = kRounds + kWideRoundBarriers;
   static_assert(kNumBarriers == kConfig.num_barriers());
   static constexpr int kInfoOffset = kConfig.info_offset();
   static constexpr int kBytes = kConfig.shared_bytes();
@@ -76,14 +81,26 @@ struct WideShared {
     return barrier(kDoFull + stage * kDoPieces + piece);
   }
   __device__ std::uint32_t do_empty(int stage) const { return barrier(kDoEmpty + stage); }
+  __device__ WideRounds rounds() const {
+    return {barrier(kRounds), base + kConfig.number_offset()};
+  }
+  // Where dv and dk go on their way out: with kAhead places of their own, else stages that no one
+  // reads any more.
+  __device__ std::uint32_t dv_staging() const {
+    return kAhead ? base + kConfig.staging_offset() : dout(0);
+  }
+  __device__ std::uint32_t dk_staging() const {
+    return kAhead ? base + kConfig.staging_offset() + kConfig.do_bytes() : q(0);
+  }
   __device__ std::uint32_t p_full(int i) const { return barrier(kPFull + i); }
   __device__ std::uint32_t p_empty(int i) const { return barrier(kPEmpty + i); }
 
   __device__ void init_barriers() const {
-    for (int i = 0; i < kNumBarriers; ++i) {
+    for (int i = 0; i < kRounds; ++i) {
       const bool stage_empty = (i >= kQEmpty && i < kDoFull) || (i >= kDoEmpty && i < kPFull);
       ptx::mbarrier_init(barrier(i), stage_empty ? 8 * kCluster : i >= kPFull ? 4 : i == 1 ? 8 : 1);
     }
+    rounds().init_barriers();
     ptx::fence_mbarrier_init();
   }
 };

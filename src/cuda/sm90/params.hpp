@@ -28,7 +28,7 @@ struct RowStatistics {
 // How an ordered main kernel takes turns at adding dq (bwd_order.cuh).
 struct DqOrder {
   std::uint32_t* counters;  // (heads_q, num_blocks, 2), or null: no dq
-  std::uint32_t* ticket;    // the next cluster's number; null: not an ordered kernel
+  std::uint32_t* ticket;    // of ordered kernels and wide_rounds.cuh, set to 0; null: not there
 };
 
 // In a counter: the accumulators of the block have not been written.
@@ -96,6 +96,7 @@ struct BwdParams {
   UnitPipeline pipeline;  // kernels that are not ordered
   DqOrder order;          // ordered kernels
   Tensor dq;              // ordered kernels, and those that finish units
+  std::uint32_t* ticket;  // of bwd_wide.cuh, 0 between launches; null in bwd.cuh
   int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
   float scale;
   float scale_log2;     // scale * log2(e); with softcap: softcap * log2(e)
@@ -122,6 +123,7 @@ struct BwdQueryParams {
   std::int64_t num_blocks;    // as in RowStatistics
   const float* neg_lse_log2;  // (heads_q, num_blocks, 64)
   const float* neg_delta;     // (heads_q, num_blocks, 64)
+  std::uint32_t* ticket;      // of bwd_wide_dq.cuh, 0 between launches; null in bwd_query.cuh
   float scale;                // these as in BwdParams
   float scale_log2;
   float scale_softcap;

@@ -110,6 +110,14 @@ inline std::int64_t preferred_wide_room(const Problem& p, int num_multiprocessor
   return make_wide_plan(p, num_multiprocessors, room).bytes();
 }
 
+// Query heads whose tiles of dq are launched together: their k stays in the L2, beside dS that
+// passes through it. H200, d192/128 causal 4k: 762 -> 622 MB read from DRAM.
+inline std::int64_t wide_dq_section(const Problem& p, std::int64_t l2_bytes) {
+  const std::int64_t k_bytes = std::max<std::int64_t>(1, p.seqlen_kv * 2 * p.head_dim);
+  return p.group() * std::clamp<std::int64_t>(l2_bytes / 8 / k_bytes, 1,
+                                              std::max<std::int64_t>(1, WideExtent(p).units));
+}
+
 // The passes of a plan in their order; `section` as in WidePass.
 inline std::vector<WidePass> wide_passes(const Problem& p, const WidePlan& plan, int key_cluster,
                                          std::int64_t section, std::uint8_t* room, float* partial) {

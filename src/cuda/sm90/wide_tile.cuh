@@ -14,6 +14,7 @@ namespace flashgrad::sm90 {
 
 // Of a CTA of bwd_wide.cuh, in shared memory.
 struct WideTile {
+  int exists;  // 0: past the last tile
   KeyTile keys;
   // Numbers of images of dS (wide_pass.hpp); 32 bits: 2^31 of them would be 16 TB.
   int image;           // of the first step
@@ -51,6 +52,7 @@ FG_HOST_DEVICE inline WideTile wide_tile(const BwdParams& p, const WidePass& pas
     in_sequence = block += pass.key_begin / kCluster;
   }
   WideTile tile{};
+  tile.exists = 1;
   tile.keys = key_tile<kWideKeys, kCluster>(
       p, ((pass.first_unit + local_unit) * p.num_kv_blocks + block) * kCluster + rank);
   const std::int64_t n = in_sequence * kCluster - pass.key_begin;
@@ -70,17 +72,11 @@ FG_HOST_DEVICE inline WideTile wide_tile(const BwdParams& p, const WidePass& pas
   return tile;
 }
 
-// The number of the tile of bwd_wide_dq.cuh that cluster `cluster` of `clusters` takes in a round:
-// forth and back through the tiles, which get shorter if the mask is causal, so that all clusters
-// get about the same. Past the last tile there is nothing in later rounds either.
-FG_HOST_DEVICE constexpr int wide_dq_tile_number(int round, int cluster, int clusters) {
-  return round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
-}
-
 inline constexpr int kWideDqRows = 128;
 
 // Of a CTA of bwd_wide_dq.cuh, in shared memory.
 struct WideDqTile {
+  int exists;   // 0: past the last tile
   int n_begin;  // key blocks of the pass that the cluster's queries see
   int n_end;
   // For the 64 rows of each consumer: the same, what is carried, and where.
@@ -110,9 +106,14 @@ FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const Wid
   // 32 bits, as in wide_tile.
   const auto heads = static_cast<std::uint32_t>(pass.num_units * p.group);  // of the pass
   const std::uint32_t index = static_cast<std::uint32_t>(cta) / kCluster;
-  const std::int64_t local_head = index % heads;
+  const auto section = static_cast<std::uint32_t>(p.section);
+  const std::uint32_t first_head =
+      index / (section * static_cast<std::uint32_t>(p.num_q_tiles)) * section;
+  const std::uint32_t in_section = index - first_head * static_cast<std::uint32_t>(p.num_q_tiles);
+  const std::uint32_t together = heads - first_head < section ? heads - first_head : section;
+  const std::int64_t local_head = first_head + in_section % together;
   // Descending: with a causal mask the longest come first.
-  std::int64_t block = p.num_q_tiles - 1 - index / heads;
+  std::int64_t block = p.num_q_tiles - 1 - in_section / together;
   const std::int64_t head = pass.first_unit * p.group + local_head;  // counts through the batch
   const Sequences& s = p.sequences;
   const auto heads_q = static_cast<std::uint32_t>(p.heads_q);
@@ -136,6 +137,7 @@ FG_HOST_DEVICE inline WideDqTile wide_dq_tile(const BwdQueryParams& p, const Wid
     *last = static_cast<int>(clamp_to(blocks.end, *first, pass_end));
   };
   WideDqTile tile{};
+  tile.exists = 1;
   in_pass(blocks_of(band.kv_range(cluster_begin, cluster_begin + kRows)), &tile.n_begin,
           &tile.n_end);
   const std::int64_t q_block =
