@@ -2,9 +2,10 @@
 """What a call costs in Python before and after the library works, on problems too small to matter.
 
     python benchmarks/overhead.py --json result.json
+    python benchmarks/overhead.py --device cuda --json result.json
 
     flash_attn_func   forward and backward on (1, 1, 1, 8), beside PyTorch's own
-                      scaled_dot_product_attention
+                      scaled_dot_product_attention; on a GPU also flashgrad's
     forward           on NumPy arrays, beside its two calls of the C library
     import flashgrad  in a fresh process
 
@@ -33,7 +34,8 @@ import peers
 import torch
 import torch.nn.functional as F
 from flashgrad import _call
-from flashgrad.torch import flash_attn_func
+from flashgrad.torch import flash_attn_func, scaled_dot_product_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CALLS = 40  # in a round: shorter than a time slice of a busy machine
 
@@ -60,6 +62,46 @@ def on_torch(rounds: int) -> dict[str, float]:
 
     names = {"flash_attn_func": flash_attn_func, "sdpa": F.scaled_dot_product_attention}
     return microseconds({n: lambda f=f: step(f) for n, f in names.items()}, rounds)
+
+
+def on_cuda(rounds: int) -> dict[str, float]:
+    """Of bf16 tensors, until the host has launched the kernels, which are over sooner."""
+    inputs, dout = [
+        torch.randn(n, 1, 1, 1, 8, device="cuda", dtype=torch.bfloat16) for n in (3, 1)
+    ]
+    inputs = [x.requires_grad_() for x in inputs.unbind()]
+
+    def step(attention: Callable[..., torch.Tensor], backward: bool) -> None:
+        if not backward:
+            with torch.no_grad():
+                attention(*inputs)
+            return
+        attention(*inputs).backward(dout[0])
+        for x in inputs:
+            x.grad = None
+
+    def of(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v)
+
+        return attention
+
+    functions = {
+        "flash_attn_func": flash_attn_func,
+        "flashgrad_sdpa": scaled_dot_product_attention,
+        "sdpa": F.scaled_dot_product_attention,
+        "sdpa_flash": of(SDPBackend.FLASH_ATTENTION),
+        "sdpa_cudnn": of(SDPBackend.CUDNN_ATTENTION),
+    }
+    return microseconds(
+        {
+            f"{name}, {'both passes' if backward else 'forward'}": lambda f=f, b=backward: step(f, b)
+            for name, f in functions.items()
+            for backward in (False, True)
+        },
+        rounds,
+    )
 
 
 def on_numpy(rounds: int) -> dict[str, float]:
@@ -91,6 +133,7 @@ def import_seconds(rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
@@ -103,11 +146,15 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    pair = result["torch_us"] = on_torch(arguments.rounds)
-    result["torch_ratio"] = pair["flash_attn_func"] / pair["sdpa"]
-    pair = result["numpy_us"] = on_numpy(arguments.rounds)
-    result["numpy_over_c_us"] = pair["forward"] - pair["c_calls"]
-    result["import_seconds"] = import_seconds(10)
+    if arguments.device == "cuda":
+        result["gpu"] = torch.cuda.get_device_name()
+        result["cuda_us"] = on_cuda(arguments.rounds)
+    else:
+        pair = result["torch_us"] = on_torch(arguments.rounds)
+        result["torch_ratio"] = pair["flash_attn_func"] / pair["sdpa"]
+        pair = result["numpy_us"] = on_numpy(arguments.rounds)
+        result["numpy_over_c_us"] = pair["forward"] - pair["c_calls"]
+        result["import_seconds"] = import_seconds(10)
     for name, value in result.items():
         if name.endswith(("us", "ratio", "seconds")):
             print(name, value)
