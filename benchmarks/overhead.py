@@ -5,7 +5,8 @@
     python benchmarks/overhead.py --device cuda --json result.json
 
     flash_attn_func   forward and backward on (1, 1, 1, 8), beside PyTorch's own
-                      scaled_dot_product_attention; on a GPU also flashgrad's
+                      scaled_dot_product_attention; on a GPU on (1, 128, 4, 64), and beside
+                      two of its kernels
     forward           on NumPy arrays, beside its two calls of the C library
     import flashgrad  in a fresh process
 
@@ -65,43 +66,48 @@ def on_torch(rounds: int) -> dict[str, float]:
 
 
 def on_cuda(rounds: int) -> dict[str, float]:
-    """Of bf16 tensors, until the host has launched the kernels, which are over sooner."""
-    inputs, dout = [
-        torch.randn(n, 1, 1, 1, 8, device="cuda", dtype=torch.bfloat16) for n in (3, 1)
-    ]
-    inputs = [x.requires_grad_() for x in inputs.unbind()]
+    """One sequence of 128 rows, 4 heads of 64, bf16, until the host has launched the kernels.
 
-    def step(attention: Callable[..., torch.Tensor], backward: bool) -> None:
-        if not backward:
-            with torch.no_grad():
-                attention(*inputs)
-            return
-        attention(*inputs).backward(dout[0])
+    Their work is over before that. Rows first for flash_attn_func, heads first for the others.
+    """
+
+    def tensors(*shape: int) -> list[torch.Tensor]:
+        return [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
+        ]
+
+    rows_first, heads_first = tensors(1, 128, 4, 64), tensors(1, 4, 128, 64)
+
+    def forward(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            attention(*inputs)
+
+    def both(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        attention(*inputs).backward(inputs[0])
         for x in inputs:
             x.grad = None
 
     def of(backend: SDPBackend) -> Callable[..., torch.Tensor]:
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attention(*inputs: torch.Tensor) -> torch.Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v)
+                return F.scaled_dot_product_attention(*inputs)
 
         return attention
 
     functions = {
-        "flash_attn_func": flash_attn_func,
-        "flashgrad_sdpa": scaled_dot_product_attention,
-        "sdpa": F.scaled_dot_product_attention,
-        "sdpa_flash": of(SDPBackend.FLASH_ATTENTION),
-        "sdpa_cudnn": of(SDPBackend.CUDNN_ATTENTION),
+        "flash_attn_func": (flash_attn_func, rows_first),
+        "flashgrad's sdpa": (scaled_dot_product_attention, heads_first),
+        "sdpa": (F.scaled_dot_product_attention, heads_first),
+        "sdpa, flash": (of(SDPBackend.FLASH_ATTENTION), heads_first),
+        "sdpa, cuDNN": (of(SDPBackend.CUDNN_ATTENTION), heads_first),
     }
-    return microseconds(
-        {
-            f"{name}, {'both passes' if backward else 'forward'}": lambda f=f, b=backward: step(f, b)
-            for name, f in functions.items()
-            for backward in (False, True)
-        },
-        rounds,
-    )
+    return {
+        f"{name}, {step.__name__}": least
+        for step in (forward, both)
+        for name, least in microseconds(
+            {n: lambda s=step, f=f, x=x: s(f, x) for n, (f, x) in functions.items()}, rounds
+        ).items()
+    }
 
 
 def on_numpy(rounds: int) -> dict[str, float]:
