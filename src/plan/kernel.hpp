@@ -148,7 +148,7 @@ Kernel standard_forward(int head_dim);
 std::vector<Kernel> sm90_kernels();
 
 // The forward's for these head dims, and the backward's main kernel up to head dim 128: the ordered
-// one, or with a cluster, which head dims up to 64 don't have (fwd_launch.cu, bwd_launch.cu). Throw
+// one, or with a cluster, which head dims up to 96 don't have (fwd_launch.cu, bwd_launch.cu). Throw
 // std::invalid_argument beyond them.
 const Kernel& sm90_forward_kernel(std::int64_t head_dim, std::int64_t head_dim_v);
 const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool cluster);

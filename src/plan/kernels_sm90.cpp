@@ -129,12 +129,12 @@ std::vector<Kernel> sm90_kernels() {
   const auto bytes = [](int size) { return static_cast<double>(size); };
   const char* const* name = kBackwardNames;
   for (const sm90::BwdConfig& c : sm90::kBwdConfigs) {
-    // Without a cluster dq is made 64 columns at a time (bwd_dq.cuh).
+    // Without a cluster dq is made in pieces (bwd_dq.cuh).
     Kernel kernel = hopper_backward({.queries = sm90::kBlockM,
                                      .keys = c.block_n(),
                                      .head_dim = c.head_dim,
                                      .consumers = sm90::BwdConfig::kConsumers,
-                                     .dq_passes = c.cluster == 2 ? 1 : c.head_dim / 64,
+                                     .dq_passes = c.cluster == 2 ? 1 : c.dq_pieces(),
                                      .cluster = c.cluster});
     kernel.name = backward_name(*name++);
     kernel.shared_buffers = {{"as BwdConfig lays it out", bytes(c.shared_bytes())}};
@@ -185,10 +185,13 @@ const Kernel& sm90_backward_kernel(std::int64_t head_dim, bool ordered, bool clu
   if (head_dim > 128) {
     throw std::invalid_argument("no single sm90 backward kernel above head_dim 128");
   }
-  if (head_dim <= 64 && cluster) {
-    throw std::invalid_argument("the sm90 backward up to head_dim 64 has no cluster");
+  if (head_dim <= 96 && cluster) {
+    throw std::invalid_argument("the sm90 backward up to head_dim 96 has no cluster");
   }
-  return find_kernel(std::string("sm90-backward-") + (head_dim <= 64 ? "D64" : "D128") +
+  return find_kernel(std::string("sm90-backward-") +
+                     (head_dim <= 64   ? "D64"
+                      : head_dim <= 96 ? "D96"
+                                       : "D128") +
                      (ordered   ? "Ordered"
                       : cluster ? "Cluster"
                                 : ""));

@@ -231,6 +231,10 @@ const std::vector<ProgramChoice>& programs() {
        [](const HeadData& data, int first_key) {
          return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD64));
        }},
+      {"sm90-d96", "sm90-backward-D96", 128, 96,
+       [](const HeadData& data, int first_key) {
+         return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD96));
+       }},
       {"sm90-d128", "sm90-backward-D128", 128, 128,
        [](const HeadData& data, int first_key) {
          return sm90_program(data, first_key, static_cast<int>(sm90::BwdVariant::kD128));

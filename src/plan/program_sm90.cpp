@@ -191,7 +191,7 @@ class Sm90 {
       load_half_step(role, cta, step, false);
     }
     role.wait(b.k_full, 0);
-    const View sum = role.registers("registers", kM, 64, Element::kF32);
+    const View sum = role.registers("registers", kM, c_.dq_columns(), Element::kF32);
     for (int step = 0; step < steps_; ++step) {
       role.set_step(step);
       if (c_.cluster == 2) {
@@ -206,7 +206,7 @@ class Sm90 {
   void add_dq(RoleWriter& role, const View& sum, int step, int version, int column) {
     const View all{"global memory", Store::kGlobal, kGlobalDq, 0, d_ * 4, 0, 0, Element::kF32};
     role.compute("dQ", {{sum, "dQ", version}},
-                 {{all.part(query(step), kM, column, 64), "sum", step, -1, true}});
+                 {{all.part(query(step), kM, column, c_.dq_columns()), "sum", step, -1, true}});
   }
 
   void write_dq_of_cluster(RoleWriter& role, int cta, int step, const View& sum) {
@@ -237,10 +237,10 @@ class Sm90 {
     add_dq(role, sum, step, 2 * step + 1, 64 * cta);
   }
 
-  // All keys of the CTA, 64 columns at a time.
+  // All keys of the CTA.
   void write_dq_alone(RoleWriter& role, int cta, int step, const View& sum) {
     Barriers& b = at(cta);
-    for (int column = 0; column < d_; column += 64) {
+    for (int column = 0; column < d_; column += c_.dq_columns()) {
       const int first_version = (step * d_ + column) * c_.key_blocks;
       for (int x = 0; x < c_.key_blocks; ++x) {
         const int count = step * c_.key_blocks + x;
@@ -251,7 +251,7 @@ class Sm90 {
         role.product("dQ", {{sum, "dQ", version}},
                      x == 0 ? std::vector<Access>{} : std::vector<Access>{{sum, "dQ", version - 1}},
                      {{ds(cta, count), "dS", count, kOperands}},
-                     {{k(cta).part(128 * x, 128, column, 64), "K", 0, kOperands}},
+                     {{k(cta).part(128 * x, 128, column, c_.dq_columns()), "K", 0, kOperands}},
                      {.transpose_a = true});
         role.commit();
         if (column == 0 && x == 0) {
@@ -259,7 +259,7 @@ class Sm90 {
           load_half_step(role, cta, step + ahead(), false);
         }
         role.wait_products(0);
-        if (column == d_ - 64) {
+        if (column == d_ - c_.dq_columns()) {
           role.arrive({stage_of(b.ds_empty, count)});
         }
       }

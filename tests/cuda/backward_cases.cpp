@@ -53,6 +53,7 @@ std::vector<Case> cases() {
   };
   for (const Width& width : {Width{128, 128, "d128 full 512", "d128 causal 1024"},
                              Width{64, 64, "d64 full 512", "d64 causal 1024"},
+                             Width{96, 96, "d96 full 512", "d96 causal 1024"},
                              Width{256, 256, "d256 full 512", "d256 causal 1024"},
                              Width{192, 192, "d192 full 512", "d192 causal 1024"},
                              Width{192, 128, "d192/128 full 512", "d192/128 causal 1024"}}) {
@@ -138,7 +139,7 @@ std::vector<Case> cases() {
       c.q_offset = {30, 200, 0};
     });
   }
-  for (const int d : {64, 128}) {
+  for (const int d : {64, 96, 128}) {
     // More sequences than threads that sort them.
     const auto many = [](Case& c) {
       for (int i = 0; i < 700; ++i) {
@@ -166,7 +167,7 @@ std::vector<Case> cases() {
         });
   }
   // Enough units for the main kernel to serve them (unit_pipeline.hpp).
-  for (const int d : {128, 64}) {
+  for (const int d : {128, 96, 64}) {
     add("ring full 200x300", problem(kB, 40, 200, 300, 6, 6, d, d), kFull);
     add("ring causal gqa", problem(kH, 120, 300, 260, 8, 4, d, d), kCausal);
     add("ring idle tiles", problem(kB, 60, 100, 600, 4, 4, d, d), kCausalTop);
@@ -184,6 +185,12 @@ std::vector<Case> cases() {
         });
   }
   add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
+  // The narrowest and the widest of the kernel for 96, and v alone wider than 64.
+  add("d65", problem(kH, 2, 200, 300, 4, 2, 65, 65), kCausal);
+  add("d95, dv 96", problem(kB, 2, 300, 200, 4, 4, 95, 96), kCausal);
+  add("d16, dv 88 deterministic", problem(kB, 2, 300, 200, 4, 2, 16, 88), kFull,
+      [](Case& c) { c.p.deterministic = true; });
+  add("d97, dv 96", problem(kB, 2, 300, 200, 4, 2, 97, 96), kFull);
   add("d96, dv 40", problem(kB, 2, 200, 300, 4, 2, 96, 40), kCausal);
   add("d33", problem(kB, 2, 200, 200, 4, 4, 33, 33), kCausal);
   add("d1, dv 128", problem(kB, 2, 130, 200, 4, 4, 1, 128), kFull);

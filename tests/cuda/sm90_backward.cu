@@ -412,7 +412,8 @@ int main(int argc, char** argv) {
     int failures = 0;
     for (Case& c : cases()) {
       if ((argc > 2 && std::string(c.name).find(argv[2]) == std::string::npos) ||
-          (argc > 3 && std::max(c.p.head_dim, c.p.head_dim_v) < std::atoi(argv[3]))) {
+          (argc > 3 && std::max(c.p.head_dim, c.p.head_dim_v) < std::atoi(argv[3])) ||
+          (argc > 4 && std::max(c.p.head_dim, c.p.head_dim_v) > std::atoi(argv[4]))) {
         continue;
       }
       failures += run_with_workspaces(c);
@@ -434,7 +435,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   std::printf(
-      "usage: sm90_backward check [name [least head_dim]] | bench (d k causal heads_q heads_kv "
-      "dtype det)...\n");
+      "usage: sm90_backward check [name [least head_dim [largest]]] | bench (d k causal heads_q "
+      "heads_kv dtype det)...\n");
   return 2;
 }

@@ -391,6 +391,8 @@ int main(int argc, char** argv) {
                                      {"d128 causal", kB, 128, 2, 2, causal, 0},
                                      {"d64 full", kB, 64, 2, 2, full, 0},
                                      {"d64 causal gqa 4/2", kB, 64, 4, 2, causal, 0},
+                                     {"d96 full", kB, 96, 2, 2, full, 0},
+                                     {"d80 window gqa 4/1", kH, 80, 4, 1, window, 0},
                                      {"d128 window gqa 4/1", kH, 128, 4, 1, window, 0},
                                      {"d128 full gqa 4/2", kB, 128, 4, 2, full, 0},
                                      {"d128 left", kB, 128, 2, 2, left, 0},

@@ -86,6 +86,7 @@ INSTANTIATE_TEST_SUITE_P(
                     HopperRow{"hopper-d256-cluster", 3200, 320, 4208, 20.5, true},
                     HopperRow{"hopper-d256-workspace", 2560, 320, 3568, 25.6, true},
                     HopperRow{"sm90-backward-D64", 2560, 1024, 2432, 12.8, true},
+                    HopperRow{"sm90-backward-D96", 1920, 512, 1792, 25.6, true},
                     HopperRow{"sm90-backward-D128", 2560, 512, 2432, 25.6, true},
                     HopperRow{"sm90-backward-D128Cluster", 2560, 512, 2560, 12.8, true},
                     HopperRow{"sm90-backward-wide-D192V128", 1280, 256, 1280, 16.0, true},

@@ -199,6 +199,10 @@ TEST(PlanPredictSm90, KernelsOfACall) {
   call.mask = {1024, 0, Alignment::kBottomRight};
   call.deterministic = false;
   EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D128", "finish", "repair"}));
+  call.mask = {};
+  call.head_dim = call.head_dim_v = 80;
+  EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D96"}));
+  call.head_dim_v = 128;
   // dS of 64 batch entries times heads is 2 GiB: two passes.
   call.mask = {kUnbounded, 0, Alignment::kBottomRight};
   call.head_dim = 192;

@@ -43,7 +43,7 @@ class PlanProgram : public testing::TestWithParam<const char*> {
 };
 
 INSTANTIATE_TEST_SUITE_P(All, PlanProgram,
-                         testing::Values("fa4", "fa4-2cta", "sm90-d64", "sm90-d128",
+                         testing::Values("fa4", "fa4-2cta", "sm90-d64", "sm90-d96", "sm90-d128",
                                          "sm90-d128-cluster", "sm90-d128-ordered",
                                          "sm90-wide-d192-v128", "sm90-wide-d192", "sm90-wide-d256",
                                          "sm90-wide-dq-d192", "sm90-wide-dq-d256"),
@@ -94,7 +94,7 @@ std::set<Wait> implied_waits(const std::string& program) {
   // The sm90 loader's, who is of the dq warpgroup: before it reaches them it has waited for dS of
   // the step, and so for all that the consumers had waited for.
   const std::string loader = "dq and loads";
-  if (program == "sm90-d64" || program == "sm90-d128") {
+  if (program == "sm90-d64" || program == "sm90-d96" || program == "sm90-d128") {
     return {{loader, "k_full"}, {loader, "q_empty"}, {loader, "do_empty"}};
   }
   if (program == "sm90-d128-cluster") {

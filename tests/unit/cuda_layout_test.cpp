@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <utility>
 #include <vector>
 
+#include "cuda/sm90/bwd_plan.hpp"
 #include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/sequences.cuh"
 #include "cuda/tile/fragment.hpp"
@@ -80,6 +82,73 @@ TEST(Fragment, OrderIsContiguousPerWarp) {
   EXPECT_EQ(places.size(), 64U * 128U / 4);
   EXPECT_EQ(*places.rbegin(), 64 * 128 - 4);
   EXPECT_EQ(tile::fragment_order<128>(31, 4) - tile::fragment_order<128>(0, 4), 31 * 4);
+}
+
+// The pieces in which a variant makes dq begin at boxes of K and cover a block of the accumulators.
+template <int kVariant>
+void expect_pieces_cover() {
+  constexpr sm90::BwdConfig kConfig = sm90::kBwdConfigs[kVariant];
+  static_assert(kConfig.valid());
+  std::set<int> places;
+  for (int piece = 0; piece < kConfig.dq_pieces(); ++piece) {
+    EXPECT_EQ(piece * kConfig.dq_columns() % tile::kBoxColumns, 0);
+    for (int thread = 0; thread < 128; ++thread) {
+      for (int i = 0; i < kConfig.dq_columns() / 2; i += 4) {
+        const int at = tile::fragment_order<kConfig.head_dim>(thread, 0) +
+                       piece * 16 * kConfig.dq_columns() + i / 4 * 128;
+        EXPECT_EQ(at, tile::fragment_order<kConfig.head_dim>(thread,
+                                                             piece * kConfig.dq_columns() / 2 + i));
+        places.insert(at);
+      }
+    }
+  }
+  EXPECT_EQ(static_cast<int>(places.size()), 64 * kConfig.head_dim / 4);
+  EXPECT_EQ(*places.rbegin(), 64 * kConfig.head_dim - 4);
+}
+
+TEST(BwdConfig, PiecesOfDqCoverABlock) {
+  []<int... kVariants>(std::integer_sequence<int, kVariants...>) {
+    (expect_pieces_cover<kVariants>(), ...);
+  }
+  (std::make_integer_sequence<int, sm90::kNumVariants>());
+}
+
+// Places and sizes of tiles in shared memory: whole boxes, each at a multiple of the alignment.
+TEST(BwdConfig, TilesHoldTheirColumns) {
+  for (const sm90::BwdConfig& c : sm90::kBwdConfigs) {
+    EXPECT_GE(c.boxes() * tile::kBoxColumns, c.head_dim);
+    EXPECT_LT((c.boxes() - 1) * tile::kBoxColumns, c.head_dim);
+    EXPECT_EQ(c.kv_bytes(), c.boxes() * c.block_n() * 128);
+    EXPECT_EQ(c.q_bytes(), c.boxes() * 64 * 128);
+    for (const int at : {c.v_offset(), c.peer_k_offset(), c.q_offset(), c.do_offset(),
+                         c.ds_offset(), c.peer_ds_offset(), c.lse_offset()}) {
+      EXPECT_EQ(at % tile::kTileAlignment, 0);
+    }
+  }
+}
+
+TEST(BwdPlan, AWidthRunsInTheNarrowestKernelThatHoldsIt) {
+  Problem p;
+  p.batch = 4;
+  p.heads_q = p.heads_kv = 16;
+  p.seqlen_q = p.seqlen_kv = p.max_seqlen_q = p.max_seqlen_kv = 4096;
+  p.wants_dq = p.wants_dk = p.wants_dv = true;
+  const auto width = [&p](std::int64_t d, std::int64_t dv) {
+    p.head_dim = d;
+    p.head_dim_v = dv;
+    const sm90::BwdPlan plan = sm90::make_plan(p, 132);
+    return plan.variant < 0 ? -1 : sm90::kBwdConfigs[plan.variant].head_dim;
+  };
+  for (const bool deterministic : {false, true}) {
+    p.deterministic = deterministic;
+    EXPECT_EQ(width(1, 64), 64);
+    EXPECT_EQ(width(65, 16), 96);
+    EXPECT_EQ(width(80, 96), 96);
+    EXPECT_EQ(width(96, 97), 128);
+    EXPECT_EQ(width(129, 16), -1);
+  }
+  p.softcap = 30;  // has no kernel of 96
+  EXPECT_EQ(width(96, 96), 128);
 }
 
 sm90::Sequences packed(const std::vector<std::int32_t>& cu_q,

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/packed_order.hpp"
 
 namespace flashgrad::sm90 {
@@ -138,6 +139,27 @@ TEST(Sm90PackedOrder, ClassesFallWithWork) {
       EXPECT_EQ(packed_span_tiles(pass, batch.sequences, 1).work_class, 0U);
     }
   }
+}
+
+// Where the maps end with each sequence, only keys of the sequence itself that nobody sees must be
+// cleared; else also those of the next one that lie in its last tile.
+TEST(Sm90PackedOrder, DeadKeysOfALastTile) {
+  Batch batch({0, 300, 600}, 600, kCausal);
+  const std::vector<std::int32_t> used = {300, 200};
+  batch.sequences.seqused_kv = used.data();
+  BwdParams p{};
+  p.sequences = batch.sequences;
+  p.heads_kv = p.group = 1;
+  const auto dead = [&](std::int32_t span, std::int32_t block) {
+    return key_tile_at(p, {128, 1, false}, {span, block, 0}, 0).has_dead_keys;
+  };
+  EXPECT_EQ(dead(1, 1), 0);
+  EXPECT_EQ(dead(1, 2), 1);
+  EXPECT_EQ(dead(2, 1), 1);
+  p.ragged_rows = 1 << 30;
+  EXPECT_EQ(dead(1, 1), 0);
+  EXPECT_EQ(dead(1, 2), 0);
+  EXPECT_EQ(dead(2, 1), 1);
 }
 
 TEST(Sm90SectionOrder, HeadsThatFillTheDeviceBelongTogether) {

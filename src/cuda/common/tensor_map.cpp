@@ -29,6 +29,31 @@ std::int64_t stride_bytes(std::int64_t extent, std::int64_t stride, std::int64_t
   return extent > 1 ? 2 * stride : fallback;
 }
 
+// kRaggedRows times as much is 2^64, which is as good as 0.
+constexpr std::int64_t kFarBytes = std::int64_t{1} << 34;
+
+Status encode(const Tensor& tensor, cuuint32_t rank, const cuuint64_t* dims,
+              const cuuint64_t* strides, int box_rows, CUtensorMap* map) {
+  static const EncodeTiled encode_tiled = find_encoder();
+  if (encode_tiled == nullptr) {
+    return {FG_DEVICE_ERROR, "tensor maps: the driver has no cuTensorMapEncodeTiled (want 12.0)"};
+  }
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode_tiled(map,
+                   tensor.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                   rank, tensor.data, dims, strides, box, element_strides,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    return {FG_DEVICE_ERROR,
+            "tensor maps: cuTensorMapEncodeTiled returned " + std::to_string(result)};
+  }
+  return {};
+}
+
 }  // namespace
 
 bool can_map(const Tensor& tensor, const Extents& extents) {
@@ -47,33 +72,36 @@ bool can_map(const Tensor& tensor, const Extents& extents) {
          legal(extents.batch, tensor.batch_stride);
 }
 
-Status encode_map(const Tensor& tensor, const Extents& extents, int box_rows, CUtensorMap* map) {
-  static const EncodeTiled encode = find_encoder();
-  if (encode == nullptr) {
-    return {FG_DEVICE_ERROR, "tensor maps: the driver has no cuTensorMapEncodeTiled (want 12.0)"};
-  }
+bool can_map_ragged(const Tensor& tensor, const Extents& extents) {
+  return can_map(tensor, extents) && stride_bytes(extents.rows, tensor.row_stride, 0) < kFarBytes;
+}
+
+Status encode_map(const Tensor& tensor, const Extents& extents, int box_rows, CUtensorMap* map,
+                  int rank) {
   const auto fallback = (2 * extents.columns + 15) / 16 * 16;
-  const cuuint64_t dims[4] = {
+  const cuuint64_t dims[5] = {
       static_cast<cuuint64_t>(extents.columns), static_cast<cuuint64_t>(extents.rows),
-      static_cast<cuuint64_t>(extents.heads), static_cast<cuuint64_t>(extents.batch)};
-  const cuuint64_t strides[3] = {
+      static_cast<cuuint64_t>(extents.heads), static_cast<cuuint64_t>(extents.batch), 1};
+  const cuuint64_t strides[4] = {
       static_cast<cuuint64_t>(stride_bytes(extents.rows, tensor.row_stride, fallback)),
       static_cast<cuuint64_t>(stride_bytes(extents.heads, tensor.head_stride, fallback)),
-      static_cast<cuuint64_t>(stride_bytes(extents.batch, tensor.batch_stride, fallback))};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
-  const CUresult result =
-      encode(map,
-             tensor.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-             4, tensor.data, dims, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    return {FG_DEVICE_ERROR,
-            "tensor maps: cuTensorMapEncodeTiled returned " + std::to_string(result)};
-  }
-  return {};
+      static_cast<cuuint64_t>(stride_bytes(extents.batch, tensor.batch_stride, fallback)),
+      static_cast<cuuint64_t>(fallback)};
+  return encode(tensor, static_cast<cuuint32_t>(rank), dims, strides, box_rows, map);
+}
+
+Status encode_ragged_map(const Tensor& tensor, const Extents& extents, int box_rows,
+                         CUtensorMap* map) {
+  constexpr cuuint64_t kAnyCoordinate = 0x7fff0000;
+  const auto fallback = (2 * extents.columns + 15) / 16 * 16;
+  const auto row = static_cast<cuuint64_t>(stride_bytes(extents.rows, tensor.row_stride, fallback));
+  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(extents.columns), kRaggedRows,
+                              static_cast<cuuint64_t>(extents.heads), kAnyCoordinate,
+                              kAnyCoordinate};
+  const cuuint64_t strides[4] = {
+      row, static_cast<cuuint64_t>(stride_bytes(extents.heads, tensor.head_stride, fallback)), row,
+      static_cast<cuuint64_t>(kFarBytes) - row};
+  return encode(tensor, 5, dims, strides, box_rows, map);
 }
 
 }  // namespace flashgrad::cuda

@@ -19,6 +19,17 @@ __device__ __forceinline__ void tensor_load(std::uint32_t destination, const CUt
       : "memory");
 }
 
+// The same of a 5-d tensor.
+__device__ __forceinline__ void tensor_load(std::uint32_t destination, const CUtensorMap* map,
+                                            std::uint32_t barrier, int c0, int c1, int c2, int c3,
+                                            int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // The same to the same offsets (data and barrier) of every CTA in `cta_mask`.
 __device__ __forceinline__ void tensor_load_multicast(std::uint32_t destination,
                                                       const CUtensorMap* map, std::uint32_t barrier,

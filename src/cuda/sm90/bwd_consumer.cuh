@@ -21,8 +21,9 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   // Whether lse, delta and dS go ahead of the products that are issued next to them: reads of
   // shared memory, and fences for what was written there, wait behind the operands of wgmma.
   constexpr bool kEarly = kBlocks == 2;
-  // Loading delta before dP is there needs registers that softcap or f16's conversions take.
-  constexpr bool kDeltaAhead = !C.softcap && (std::is_same_v<T, __nv_bfloat16> || kEarly);
+  // Loading delta before dP is there needs registers that softcap takes or, at head dim 128, f16's
+  // conversions.
+  constexpr bool kDeltaAhead = !C.softcap && (std::is_same_v<T, __nv_bfloat16> || kD < 128);
   constexpr std::uint32_t kOnes = std::is_same_v<T, __nv_bfloat16> ? 0x3f803f80U : 0x3c003c00U;
   using QTile = tile::SwizzledTile<kBlockM>;
   using KTile = tile::SwizzledTile<C.block_n()>;

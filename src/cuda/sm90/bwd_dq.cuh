@@ -13,17 +13,19 @@
 
 namespace flashgrad::sm90 {
 
-// Adds 64 rows x 64 columns, in fragment order, to the accumulators at `accumulator`.
-__device__ __forceinline__ void add_dq(float* accumulator, const float (&dq)[32]) {
+// Adds 64 rows, in fragment order, to the accumulators at `accumulator`.
+template <int kCount>
+__device__ __forceinline__ void add_dq(float* accumulator, const float (&dq)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < 32; i += 4) {
+  for (int i = 0; i < kCount; i += 4) {
     ptx::reduce_add(accumulator + i / 4 * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
   }
 }
 
-__device__ __forceinline__ void set_dq(float* accumulator, const float (&dq)[32]) {
+template <int kCount>
+__device__ __forceinline__ void set_dq(float* accumulator, const float (&dq)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < 32; i += 4) {
+  for (int i = 0; i < kCount; i += 4) {
     ptx::store_sum(accumulator + i / 4 * 128, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
   }
 }
@@ -37,26 +39,33 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   using tile::Start;
   constexpr int kKeys = BwdConfig::kKeysPerDs;
   constexpr int kAhead = C.q_stages - 1;
-  constexpr int kNumBoxes = C.head_dim / 64;
+  constexpr int kColumns = C.dq_columns();
+  constexpr int kPieces = C.dq_pieces();
   // From the thread's index afresh: a value that the kernel shares among roles may be spilled, and
   // a reload in the loop waits behind the additions to global memory (H200: 5 % of the time).
   const int warp = __shfl_sync(0xffffffffU, ptx::thread_index() / 32, 0);
   const int lane = ptx::thread_index() % 32;
   const bool loads = warp == 0;
   // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
-  const KeyTile tile = shared_tile;
+  KeyTile tile = shared_tile;
   Loader<BwdShared<C>, C.ordered> loader(p, maps, tile, shared_tile.landing_parity, shared, rank,
                                          lane);
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {
     loader.load_k();
+    if constexpr (C.cluster == 1) {  // once, for all steps
+      loader.place(tile.q_row, tile.batch_index, tile.q_row + tile.q_rows);
+    }
     if constexpr (C.serves_units()) {
       loader.all_readable = wait_for_rows<C>(p, unit_of(p, tile));
     }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
       loader.load_step(step);
+      if (step == 0) {
+        loader.load_v();
+      }
     }
   }
   __syncwarp();
@@ -108,8 +117,8 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     if (C.ordered && adds) {
       seen = ptx::load_relaxed(counter());
     }
-    const auto add = [&](int box, bool first, const float(&dq)[32]) {
-      float* const at = accumulator() + box * 1024;
+    const auto add = [&](int piece, bool first, const float(&dq)[kColumns / 2]) {
+      float* const at = accumulator() + piece * (16 * kColumns);
       if constexpr (C.ordered) {
         if (first) {
           nothing_yet = wait_for_turn(counter(), turn.value, seen);
@@ -176,45 +185,45 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
         add(rank, true, dq);
       }
     } else {
-      // All keys of the CTA, 64 columns at a time.
+      // All keys of the CTA.
 #pragma unroll
-      for (int box = 0; box < kNumBoxes; ++box) {
-        float dq[32];
+      for (int piece = 0; piece < kPieces; ++piece) {
+        float dq[kColumns / 2];
 #pragma unroll
         for (int x = 0; x < C.key_blocks; ++x) {
           const int count = step * C.key_blocks + x;
           const int stage = count % C.ds_stages;
-          if (box == 0) {
+          if (piece == 0) {
             ptx::mbarrier_wait(shared.ds_full(stage),
                                static_cast<std::uint32_t>(count / C.ds_stages) & 1U);
           }
           const std::uint64_t a = desc_ds + static_cast<std::uint64_t>(stage * (C.ds_bytes() / 16));
           const std::uint64_t b =
-              desc_k + static_cast<std::uint64_t>(box * (KTile::kBoxBytes / 16) + x * 1024);
+              desc_k + static_cast<std::uint64_t>(piece * (KTile::kBoxBytes / 16) + x * 1024);
           ptx::wgmma_fence();
           if (x == 0) {
-            tile::gemm_mn_major<64, kKeys, T, Start::kZero, DsTile, KTile>(dq, a, b);
+            tile::gemm_mn_major<kColumns, kKeys, T, Start::kZero, DsTile, KTile>(dq, a, b);
           } else {
-            tile::gemm_mn_major<64, kKeys, T, Start::kAccumulate, DsTile, KTile>(dq, a, b);
+            tile::gemm_mn_major<kColumns, kKeys, T, Start::kAccumulate, DsTile, KTile>(dq, a, b);
           }
           ptx::wgmma_commit();
-          if (box == 0 && x == 0) {
+          if (piece == 0 && x == 0) {
             if (loads_now) {
               loader.load_step(step + kAhead);
             }
             __syncwarp();
           }
-          if (box == 0 && x == C.key_blocks - 1) {
+          if (piece == 0 && x == C.key_blocks - 1) {
             pass_turn(step);
           }
           ptx::wgmma_wait<0>();
           ptx::pin(dq);
-          if (box == kNumBoxes - 1 && lane == 0) {
+          if (piece == kPieces - 1 && lane == 0) {
             ptx::mbarrier_arrive(shared.ds_empty(stage));
           }
         }
         if (adds) {
-          add(box, box == 0, dq);
+          add(piece, piece == 0, dq);
         }
       }
     }

@@ -64,6 +64,7 @@ __global__ __launch_bounds__(kFinishThreads) void bwd_finish(
                     p.dq.batch_stride * sizeof(Out) % 16 == 0;
   const auto thread = static_cast<int>(threadIdx.x);
   ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
   if (row_begin >= sequence.q.end) {
     return;
   }

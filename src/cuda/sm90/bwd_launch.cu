@@ -100,6 +100,8 @@ Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
   switch (head_dim) {
     case 64:
       return cuda::launch("sm90 backward finish", bwd_finish<Out, 64>, shape, stream, params);
+    case 96:
+      return cuda::launch("sm90 backward finish", bwd_finish<Out, 96>, shape, stream, params);
     case 128:
       return cuda::launch("sm90 backward finish", bwd_finish<Out, 128>, shape, stream, params);
     default:
@@ -107,27 +109,34 @@ Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
   }
 }
 
+// Of the tensor maps (tensor_map.hpp). Kernels without a cluster have five dimensions in all maps,
+// so that one instruction loads from either of the last two.
+enum class MapKind { k4d, k5d, kRagged };
+
 // A map of the tensor if the copy engine can address it; `bit` of `mapped` says so.
 Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows, std::uint32_t bit,
-                CUtensorMap* map, std::uint32_t* mapped) {
-  if (!cuda::can_map(tensor, extents)) {
+                MapKind kind, CUtensorMap* map, std::uint32_t* mapped) {
+  if (!(kind == MapKind::kRagged ? cuda::can_map_ragged(tensor, extents)
+                                 : cuda::can_map(tensor, extents))) {
     return {};
   }
   *mapped |= bit;
-  return cuda::encode_map(tensor, extents, box_rows, map);
+  return kind == MapKind::kRagged
+             ? cuda::encode_ragged_map(tensor, extents, box_rows, map)
+             : cuda::encode_map(tensor, extents, box_rows, map, kind == MapKind::k4d ? 4 : 5);
 }
 
 // All four maps; K and V in boxes of `kv_rows`.
-Status make_maps(const Problem& p, const Args& args, int kv_rows, BwdMaps* maps,
+Status make_maps(const Problem& p, const Args& args, int kv_rows, MapKind kind, BwdMaps* maps,
                  std::uint32_t* mapped) {
   const std::int64_t batch = p.packed ? 1 : p.batch;
   FG_RETURN_IF_ERROR(make_map(args.q, {batch, p.seqlen_q, p.heads_q, p.head_dim}, kBlockM, kMapQ,
-                              &maps->q, mapped));
+                              kind, &maps->q, mapped));
   FG_RETURN_IF_ERROR(make_map(args.k, {batch, p.seqlen_kv, p.heads_kv, p.head_dim}, kv_rows, kMapK,
-                              &maps->k, mapped));
+                              kind, &maps->k, mapped));
   FG_RETURN_IF_ERROR(make_map(args.v, {batch, p.seqlen_kv, p.heads_kv, p.head_dim_v}, kv_rows,
-                              kMapV, &maps->v, mapped));
-  return make_map(args.dout, {batch, p.seqlen_q, p.heads_q, p.head_dim_v}, kBlockM, kMapDout,
+                              kMapV, kind, &maps->v, mapped));
+  return make_map(args.dout, {batch, p.seqlen_q, p.heads_q, p.head_dim_v}, kBlockM, kMapDout, kind,
                   &maps->dout, mapped);
 }
 
@@ -180,6 +189,7 @@ BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& pl
   params.pipeline = pipeline;
   params.dq = p.wants_dq ? args.dq : Tensor{};
   params.tiles = tiles;
+  params.ragged_rows = p.packed && cluster == 1 ? cuda::kRaggedRows : 0;
   if (plan.ordered()) {
     params.order = order;
     params.max_round = max_round(p, cluster, device);
@@ -210,8 +220,11 @@ BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& pl
 
 Status run_main(const Problem& p, const Args& args, const BwdPlan& plan, BwdParams params) {
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(
-      make_maps(p, args, kBwdConfigs[plan.variant].block_n(), &maps, &params.mapped));
+  FG_RETURN_IF_ERROR(make_maps(p, args, kBwdConfigs[plan.variant].block_n(),
+                               kBwdConfigs[plan.variant].cluster > 1 ? MapKind::k4d
+                               : params.ragged_rows != 0             ? MapKind::kRagged
+                                                                     : MapKind::k5d,
+                               &maps, &params.mapped));
   return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
@@ -242,11 +255,11 @@ Status run_query(const Problem& p, const Args& args, const BwdPlan& plan, const 
   params.scale_log2 = scales.log2;
   params.scale_softcap = scales.softcap;
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, 64, &maps, &params.mapped));
+  FG_RETURN_IF_ERROR(make_maps(p, args, 64, MapKind::k4d, &maps, &params.mapped));
   return launch_bwd_query(plan.padded_head_dim, p.softcap > 0, p.dtype, maps, params, args.stream);
 }
 
-Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows,
+Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows, bool looks_early,
                   int num_multiprocessors) {
   // Without a band every row sees every key of its sequence: there is nothing to keep apart.
   if (hides_nothing(p.mask) || !(p.wants_dq || p.wants_dk || p.wants_dv)) {
@@ -265,7 +278,8 @@ Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows,
                                .dk = p.wants_dk ? args.dk : Tensor{},
                                .dv = p.wants_dv ? args.dv : Tensor{},
                                .rows = rows,
-                               .scales = make_scales(p)};
+                               .scales = make_scales(p),
+                               .looks_early = looks_early};
   return launch_bwd_repair(p.softcap > 0, p.dtype, num_multiprocessors, params, args.stream);
 }
 
@@ -336,19 +350,18 @@ Status run(const Problem& p, const Args& args) {
                                  .order = order,
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
+                                 .ragged = main.ragged_rows != 0,
                                  .head_dim = p.head_dim};
-  FG_RETURN_IF_ERROR(cuda::launch(
-      "sm90 backward prepare", bwd_prepare<T>,
-      {.num_ctas = key_tile_ctas(tiles) + prepare_ctas, .num_threads = kPrepareThreads},
-      args.stream, prepare, main, tiles));
   if (tiles.packed_tiles != nullptr) {
-    FG_RETURN_IF_ERROR(cuda::launch(
-        "sm90 backward tiles", bwd_packed_tiles,
-        {.num_ctas = (std::int64_t{tiles.num_tiles} + kPrepareThreads - 1) / kPrepareThreads,
-         .num_threads = kPrepareThreads,
-         .overlaps_predecessor = true},
-        args.stream, main, tiles));
+    FG_RETURN_IF_ERROR(cuda::launch("sm90 backward order", bwd_packed_order,
+                                    {.num_ctas = 1, .num_threads = kPrepareThreads}, args.stream,
+                                    main.sequences, tiles));
   }
+  FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                                  {.num_ctas = key_tile_ctas(tiles) + prepare_ctas,
+                                   .num_threads = kPrepareThreads,
+                                   .overlaps_predecessor = tiles.packed_tiles != nullptr},
+                                  args.stream, prepare, main, tiles));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -387,7 +400,9 @@ Status run(const Problem& p, const Args& args) {
                                     {.num_ctas = p.heads_q, .num_threads = kSinksThreads},
                                     args.stream, sinks));
   }
-  return run_repair(p, args, rows, device.num_multiprocessors);
+  // Main and finish let repair start only when prepare has ended, which then made all marks.
+  const bool looks_early = !p.wants_dsinks && pipeline.lead == 0 && plan.has_main(p);
+  return run_repair(p, args, rows, looks_early, device.num_multiprocessors);
 }
 
 }  // namespace

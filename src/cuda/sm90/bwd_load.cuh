@@ -18,7 +18,7 @@ namespace flashgrad::sm90 {
 // StepWalk's.
 template <class Shared, bool kHeadsInside = false>
 struct Loader {
-  static constexpr int kBoxes = Shared::kHeadDim / 64;
+  static constexpr int kBoxes = (Shared::kHeadDim + tile::kBoxColumns - 1) / tile::kBoxColumns;
 
   const BwdParams& p;
   const BwdMaps& maps;
@@ -52,7 +52,8 @@ struct Loader {
     bool mapped;  // the copy engine can address the tensor
     const Tensor& tensor;
     int columns;  // of the tensor; the tile's own are padded with zeros
-    int row;
+    int row;      // these two as the map's coordinates: place() has changed them where it is ragged
+    int batch;
     int head;
     std::uint32_t destination;
     std::uint32_t full;      // gets one arrival once the tile is there
@@ -87,8 +88,13 @@ struct Loader {
         } else {
 #pragma unroll
           for (int box = 0; box < kNumBoxes; ++box) {
-            ptx::tensor_load(job.destination + box * kBoxBytes, job.map, barrier,
-                             64 * (first_box + box), job.row, job.head, tile.batch_index);
+            if constexpr (Shared::kMayBeRagged) {
+              ptx::tensor_load(job.destination + box * kBoxBytes, job.map, barrier,
+                               64 * (first_box + box), job.row, job.head, job.batch, p.ragged_rows);
+            } else {
+              ptx::tensor_load(job.destination + box * kBoxBytes, job.map, barrier,
+                               64 * (first_box + box), job.row, job.head, job.batch);
+            }
           }
         }
       }
@@ -102,7 +108,9 @@ struct Loader {
     if (job.mapped) {
       clear_rows<kRows, 64 * kNumBoxes>(job.destination, lane, keep);
     } else {
-      load_tile<kRows, 64 * kNumBoxes>(job.destination, job.tensor, tile.batch_index, job.row,
+      const bool ragged = Shared::kMayBeRagged && p.ragged_rows != 0;
+      load_tile<kRows, 64 * kNumBoxes>(job.destination, job.tensor, ragged ? 0 : job.batch,
+                                       ragged ? job.row - p.ragged_rows + job.batch : job.row,
                                        job.head, 64 * first_box, job.columns, lane, keep);
     }
     ptx::fence_proxy_async();
@@ -114,35 +122,51 @@ struct Loader {
     __syncwarp();
   }
 
+  // Turns a row and its batch entry into the maps' coordinates; the sequence ends at row `end`.
+  __device__ void place(int& row, int& batch, int end) const {
+    if (p.ragged_rows != 0) {
+      row += p.ragged_rows - end;
+      batch = end;
+    }
+  }
+
   // One arrival on k_full for K and, with a cluster, another for the peer's K: its keys, the
-  // columns of dq that this CTA makes.
+  // columns of dq that this CTA makes. V, which the consumers need last, comes behind the first dO.
   __device__ void load_k() {
+    int row = tile.kv_row;
+    int batch = tile.batch_index;
+    if constexpr (Shared::kMayBeRagged) {
+      place(row, batch, row + tile.rows_to_write);
+    }
     const bool mapped = (p.mapped & kMapK) != 0;
     load<Shared::kBlockN, kBoxes, false>(
-        {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row, tile.head_kv, shared.k(),
+        {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), row, batch, tile.head_kv, shared.k(),
          shared.k_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped, nullptr, 0},
         0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
     if constexpr (Shared::kCluster == 2) {
       const int shift = rank == 0 ? Shared::kBlockN : -Shared::kBlockN;
       load<Shared::kBlockN, 1, false>(
-          {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row + shift, tile.head_kv,
-           shared.peer_k(), shared.k_full(), shared.kv_landing(), 0,
+          {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row + shift,
+           tile.batch_index, tile.head_kv, shared.peer_k(), shared.k_full(), shared.kv_landing(), 0,
            tile.has_dead_keys != 0 || !mapped, nullptr, 0},
           rank, [this](int r) { return r >= tile.peer_live_begin && r < tile.peer_live_end; });
     }
   }
   __device__ void load_v() {
+    int row = tile.kv_row;
+    int batch = tile.batch_index;
+    if constexpr (Shared::kMayBeRagged) {
+      place(row, batch, row + tile.rows_to_write);
+    }
     const bool mapped = (p.mapped & kMapV) != 0;
     load<Shared::kBlockN, kBoxes, false>(
-        {&maps.v, mapped, p.v, static_cast<int>(p.head_dim_v), tile.kv_row, tile.head_kv,
-         shared.v(), shared.v_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped,
-         nullptr, 0},
+        {&maps.v, mapped, p.v, static_cast<int>(p.head_dim_v), row, batch, tile.head_kv, shared.v(),
+         shared.v_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped, nullptr, 0},
         0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
   }
 
-  // Half of step `step`: its query block of q with lse, or of dout with delta, in this order. V
-  // comes between the first two. The step past the last lets the consumers prefetch S once more,
-  // from whatever the stage holds.
+  // Half of step `step`: its query block of q with lse, or of dout with delta, in this order. The
+  // step past the last lets the consumers prefetch S once more, from whatever the stage holds.
   __device__ void load_half_step(int step, bool is_q) {
     const int stages = is_q ? Shared::kQStages : Shared::kDoStages;
     const int stage = step % stages;
@@ -182,7 +206,7 @@ struct Loader {
     load<kBlockM, kBoxes, Shared::kCluster == 2>(
         {is_q ? &maps.q : &maps.dout, mapped, is_q ? p.q : p.dout,
          static_cast<int>(is_q ? p.head_dim : p.head_dim_v), tile.q_row + walk.m * kBlockM,
-         walk.head, is_q ? shared.q(stage) : shared.dout(stage),
+         tile.batch_index, walk.head, is_q ? shared.q(stage) : shared.dout(stage),
          is_q ? shared.q_full(stage) : shared.do_full(stage),
          one_landing ? shared.kv_landing()
          : is_q      ? shared.q_landing()
@@ -197,8 +221,6 @@ struct Loader {
     if (!is_q) {
       walk.advance();
       unreadable >>= 1;
-    } else if (step == 0) {
-      load_v();
     }
   }
   __device__ void load_step(int step) {

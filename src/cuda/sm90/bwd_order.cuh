@@ -57,15 +57,16 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int q) {
   }
 }
 
-// 64 columns of a warp's 16 rows of dq in 16 bits: of each row half, and of its first and last 32
-// columns, two neighbours from each of four times 8 columns.
-using PackedRows = std::uint32_t[2][2][4];
+// kColumns columns of a warp's 16 rows of dq in 16 bits: of each row half, and of each 32 columns,
+// two neighbours from each of four times 8 columns.
+template <int kColumns>
+using PackedRows = std::uint32_t[2][kColumns / 32][4];
 
 // `sums`: the lane's accumulators in fragment order.
-template <class T>
-__device__ __forceinline__ void load_rows(PackedRows& x, const float* sums, float scale) {
+template <int kColumns, class T>
+__device__ __forceinline__ void load_rows(PackedRows<kColumns>& x, const float* sums, float scale) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kColumns / 8; ++j) {
     const float4 sum = ptx::load_sum(sums + j * 128);
     x[0][j / 4][j % 4] = ptx::pack<T>(sum.x * scale, sum.y * scale);
     x[1][j / 4][j % 4] = ptx::pack<T>(sum.z * scale, sum.w * scale);
@@ -73,8 +74,9 @@ __device__ __forceinline__ void load_rows(PackedRows& x, const float* sums, floa
 }
 
 // Rows `row` on, of which `count` exist, from column `column` on, 16 bytes at a time.
-__device__ __forceinline__ void store_packed(PackedRows& x, const Tensor& dq, int batch, int row,
-                                             int count, int head, int column, int lane) {
+template <int kColumns>
+__device__ __forceinline__ void store_packed(PackedRows<kColumns>& x, const Tensor& dq, int batch,
+                                             int row, int count, int head, int column, int lane) {
   const int q = lane % 4;
   const int r = lane / 4;
   auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(dq.data) +
@@ -82,7 +84,7 @@ __device__ __forceinline__ void store_packed(PackedRows& x, const Tensor& dq, in
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < kColumns / 32; ++k) {
       transpose_quad(x[half][k], q);
       if (r + 8 * half < count) {
         out[4 * k] = make_uint4(x[half][k][0], x[half][k][1], x[half][k][2], x[half][k][3]);
@@ -93,7 +95,7 @@ __device__ __forceinline__ void store_packed(PackedRows& x, const Tensor& dq, in
 }
 
 // The same element by element, for f32, odd strides and partial widths.
-template <class T>
+template <int kColumns, class T>
 __device__ __forceinline__ void finish_elements(const BwdParams& p, const float* sums, int batch,
                                                 int row, int count, int head, int column,
                                                 int lane) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ void finish_elements(const BwdParams& p, const float*
   const int r = lane / 4;
   const std::int64_t at = p.dq.offset(batch, row + r, head) + column;
 #pragma unroll 1
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kColumns / 8; ++j) {
     const float4 sum = ptx::load_sum(sums + j * 128);
     const float values[4] = {sum.x * p.scale, sum.y * p.scale, sum.z * p.scale, sum.w * p.scale};
 #pragma unroll
@@ -120,53 +122,56 @@ __device__ __forceinline__ void finish_elements(const BwdParams& p, const float*
 }
 
 // Finishes the blocks that this tile added to last. `warp` is of the dq warpgroup; with a cluster,
-// CTA `rank` has 64 columns.
+// CTA `rank` has one piece of the columns.
 template <BwdConfig C, class T>
 __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& tile, int rank,
                                           int warp, int lane) {
-  constexpr int kBoxes = C.cluster == 2 ? 1 : C.head_dim / 64;
-  const int first_box = C.cluster == 2 ? rank : 0;
+  constexpr int kColumns = C.dq_columns();
+  constexpr int kPieces = C.cluster == 2 ? 1 : C.dq_pieces();
+  const int first_piece = C.cluster == 2 ? rank : 0;
   const bool wide = p.dq.dtype != DType::kF32 &&
                     reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
                     p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 &&
-                    p.dq.batch_stride % 8 == 0 && 64 * (first_box + kBoxes) <= p.head_dim;
+                    p.dq.batch_stride % 8 == 0 && kColumns * (first_piece + kPieces) <= p.head_dim;
   const int group = static_cast<int>(p.group);
 #pragma unroll 1
   for (int head = tile.head_kv * group; head < (tile.head_kv + 1) * group; ++head) {
 #pragma unroll 1
     for (int range = 0; range < 2; ++range) {
-      const int begin = tile.finish_begin[range] * kBoxes;
-      const int end = tile.finish_end[range] * kBoxes;
+      const int begin = tile.finish_begin[range] * kPieces;
+      const int end = tile.finish_end[range] * kPieces;
       const int first_slot = head * static_cast<int>(p.rows.num_blocks) + tile.q_block;
-      // Piece i: 64 columns of block i / kBoxes.
+      // Item i: a piece of block i / kPieces.
       const auto sums = [&](int i) {
-        return p.dq_accumulator + std::int64_t{first_slot + i / kBoxes} * (kBlockM * C.head_dim) +
+        return p.dq_accumulator + std::int64_t{first_slot + i / kPieces} * (kBlockM * C.head_dim) +
                tile::fragment_order<C.head_dim>(warp * 32 + lane, 0) +
-               (first_box + i % kBoxes) * 1024;
+               (first_piece + i % kPieces) * (16 * kColumns);
       };
-      const auto row = [&](int i) { return i / kBoxes * kBlockM + warp * 16; };
+      const auto row = [&](int i) { return i / kPieces * kBlockM + warp * 16; };
       if (wide) {
-        // The loads of a piece are under way while the one before is stored.
-        PackedRows x;
+        // The loads of an item are under way while the one before is stored.
+        PackedRows<kColumns> x;
         if (begin < end) {
-          load_rows<T>(x, sums(begin), p.scale);
+          load_rows<kColumns, T>(x, sums(begin), p.scale);
         }
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
-          PackedRows next;
-          load_rows<T>(next, sums(min(i + 1, end - 1)), p.scale);
-          store_packed(x, p.dq, tile.batch_index, tile.q_row + row(i), tile.q_rows - row(i), head,
-                       64 * (first_box + i % kBoxes), lane);
+          PackedRows<kColumns> next;
+          load_rows<kColumns, T>(next, sums(min(i + 1, end - 1)), p.scale);
+          store_packed<kColumns>(x, p.dq, tile.batch_index, tile.q_row + row(i),
+                                 tile.q_rows - row(i), head, kColumns * (first_piece + i % kPieces),
+                                 lane);
 #pragma unroll
-          for (int k = 0; k < 16; ++k) {
-            x[k / 8][k / 4 % 2][k % 4] = next[k / 8][k / 4 % 2][k % 4];
+          for (int k = 0; k < kColumns / 4; ++k) {
+            x[k % 2][k / 8][k / 2 % 4] = next[k % 2][k / 8][k / 2 % 4];
           }
         }
       } else {
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
-          finish_elements<T>(p, sums(i), tile.batch_index, tile.q_row + row(i),
-                             tile.q_rows - row(i), head, 64 * (first_box + i % kBoxes), lane);
+          finish_elements<kColumns, T>(p, sums(i), tile.batch_index, tile.q_row + row(i),
+                                       tile.q_rows - row(i), head,
+                                       kColumns * (first_piece + i % kPieces), lane);
         }
       }
     }

@@ -28,13 +28,9 @@ namespace flashgrad::sm90 {
 inline constexpr int kPrepareThreads = 256;
 inline constexpr int kPreparedRows = kBlockM * 16 / kPrepareThreads;  // by 16 lanes at once
 
-// CTAs of prepare that describe the main kernel's tiles, a thread a cluster of tiles; one that puts
-// those of a packed batch in order.
+// CTAs of prepare that describe the main kernel's tiles, a thread a cluster of tiles.
 FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles) {
-  return tiles.tiles == nullptr ? 0
-         : tiles.packed_tiles != nullptr
-             ? 1
-             : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+  return tiles.tiles == nullptr ? 0 : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
 }
 
 // The tiles of a cluster, by one thread.
@@ -72,12 +68,10 @@ __device__ __forceinline__ void describe_cluster(const BwdParams& main, const Ke
                             static_cast<std::uint32_t>(number)));
 }
 
-// Between prepare and the main kernel of a packed batch.
-__global__ __launch_bounds__(kPrepareThreads) void bwd_packed_tiles(
-    const __grid_constant__ BwdParams main, const __grid_constant__ KeyTileParams tiles) {
-  ptx::grid_dependency_launch();
-  const std::uint32_t index = blockIdx.x * kPrepareThreads + threadIdx.x;
-  ptx::grid_dependency_wait();
+// Cluster number `index` of a packed batch, in the order that bwd_packed_order has made.
+__device__ __forceinline__ void describe_packed_cluster(const BwdParams& main,
+                                                        const KeyTileParams& tiles,
+                                                        std::uint32_t index) {
   if (index >= tiles.num_tiles) {
     return;
   }
@@ -88,6 +82,14 @@ __global__ __launch_bounds__(kPrepareThreads) void bwd_packed_tiles(
       tiles.tiles[index * tiles.form.cluster + rank] = KeyTile{};  // no steps, writes no rows
     }
   }
+}
+
+// Puts the tiles of a packed batch in order; before prepare, one CTA.
+__global__ __launch_bounds__(kPrepareThreads) void bwd_packed_order(
+    const __grid_constant__ Sequences sequences, const __grid_constant__ KeyTileParams tiles) {
+  ptx::grid_dependency_launch();
+  make_packed_order<kPrepareThreads>(tiles.packed, sequences, tiles.num_tiles, tiles.packed_tiles,
+                                     tiles.num_packed_tiles);
 }
 
 // dq = 0 in the rows of a block that no key reaches.
@@ -113,17 +115,19 @@ __global__ __launch_bounds__(kPrepareThreads,
                                                  const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
   const unsigned tile_ctas = key_tile_ctas(tiles);
-  if (blockIdx.x < tile_ctas) {
-    const std::uint32_t cluster = blockIdx.x * kPrepareThreads + threadIdx.x;
+  // A packed batch's come behind half of the others, when the order has long been made.
+  const unsigned before = tiles.packed_tiles != nullptr ? (gridDim.x - tile_ctas) / 2 : 0;
+  if (blockIdx.x - before < tile_ctas) {
+    const std::uint32_t cluster = (blockIdx.x - before) * kPrepareThreads + threadIdx.x;
     if (tiles.packed_tiles != nullptr) {
-      make_packed_order<kPrepareThreads>(tiles.packed, p.sequences, tiles.num_tiles,
-                                         tiles.packed_tiles, tiles.num_packed_tiles);
+      ptx::grid_dependency_wait();
+      describe_packed_cluster(main, tiles, cluster);
     } else if (cluster < tiles.num_tiles) {
       describe_cluster(main, tiles, cluster);
     }
     return;
   }
-  const unsigned index = blockIdx.x - tile_ctas;
+  const unsigned index = blockIdx.x - (blockIdx.x < before ? 0 : tile_ctas);
   const auto heads = static_cast<unsigned>(p.heads_q);
   const std::int64_t block = index / heads;
   const std::int64_t head = index % heads;
@@ -189,8 +193,8 @@ __global__ __launch_bounds__(kPrepareThreads,
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int in_block = static_cast<int>(threadIdx.x) / 16 * kPreparedRows;
   const PreparedRow row = prepare_rows<T, kPreparedRows, false>(
-      p.inputs, p.rows, s.rows_q, sequence, row_begin + in_block, head, slot * kBlockM + in_block,
-      static_cast<int>(threadIdx.x) % 16);
+      p.inputs, p.rows, p.ragged ? sequence.q.end : s.rows_q, sequence, row_begin + in_block, head,
+      slot * kBlockM + in_block, static_cast<int>(threadIdx.x) % 16);
   const bool any_unreadable = __syncthreads_or(row.marks & 1) != 0;
   const bool any_nan = __syncthreads_or(row.marks & kHasNan) != 0;
   if (threadIdx.x == 0) {

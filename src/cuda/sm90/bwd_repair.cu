@@ -235,7 +235,10 @@ __device__ __forceinline__ void repair_key(const BwdRepairParams& p, const Part&
 template <bool kSoftcap, class T>
 __global__ void __launch_bounds__(kThreads, 1)
     bwd_repair(const __grid_constant__ BwdRepairParams p) {
-  ptx::grid_dependency_wait();
+  bool waited = !p.looks_early;
+  if (waited) {
+    ptx::grid_dependency_wait();
+  }
   const Sequences& s = p.sequences;
   const std::int64_t warp = threadIdx.x / 32;
 #pragma unroll 1
@@ -249,11 +252,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     bool marked = false;
     for (std::int64_t i = threadIdx.x; i < p.group * num_blocks; i += kThreads) {
       const std::int64_t head = part.head_kv * p.group + i / num_blocks;
-      marked |= (p.rows.unreadable[head * p.rows.num_blocks + part.first_block + i % num_blocks] &
+      marked |= (__ldcg(p.rows.unreadable + head * p.rows.num_blocks + part.first_block +
+                        i % num_blocks) &
                  kHasNan) != 0;
     }
     if (__syncthreads_or(static_cast<int>(marked)) == 0) {
       continue;
+    }
+    if (!waited) {
+      ptx::grid_dependency_wait();
+      waited = true;
     }
 #pragma unroll 1
     for (std::int64_t j = warp; j < band.seqlen_kv; j += kWarps) {
@@ -264,6 +272,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       repair_row<kSoftcap, T>(p, part, part.head_kv * p.group + i / band.seqlen_q,
                               i % band.seqlen_q);
     }
+  }
+  if (!waited) {
+    ptx::grid_dependency_wait();  // whoever follows in the stream may count on what came before
   }
 }
 

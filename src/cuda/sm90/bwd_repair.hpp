@@ -18,6 +18,8 @@ struct BwdRepairParams {
   Tensor dq, dk, dv;  // as written by the kernels before; null: not wanted
   RowStatistics rows;
   Scales scales;
+  // The marks were complete before the kernel before started: they can be read while it runs.
+  bool looks_early;
 };
 
 Status launch_bwd_repair(bool softcap, DType dtype, int num_multiprocessors,

@@ -19,6 +19,7 @@ struct BwdShared {
   static constexpr int kQStages = C.q_stages;
   static constexpr int kDoStages = C.do_stages;
   static constexpr bool kOrdered = C.ordered;
+  static constexpr bool kMayBeRagged = C.cluster == 1;
 
   std::uint32_t base;
 

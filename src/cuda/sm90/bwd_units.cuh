@@ -120,11 +120,12 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
 }
 
 // Turns the sums of a unit into dq and leaves zeros for the next unit of the slot, by `warps`
-// warps, 16 rows and 64 columns each at a time.
+// warps, 16 rows and a piece of the columns each at a time.
 template <BwdConfig C, class T>
 __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int warp, int warps,
                                             int lane) {
-  constexpr int kBoxes = C.head_dim / 64;
+  constexpr int kColumns = C.dq_columns();
+  constexpr int kPieces = C.dq_pieces();
   const int group = static_cast<int>(p.group);
   const int head_blocks = p.pipeline.head_blocks;
   const int heads_kv = static_cast<int>(p.heads_kv);
@@ -138,21 +139,22 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
                     p.dq.batch_stride % 8 == 0 && C.head_dim == p.head_dim;
   float* const unit_sums = p.dq_accumulator + std::int64_t{unit % p.pipeline.slots} *
                                                   (group * head_blocks) * (kBlockM * C.head_dim);
-  const int items = 4 * kBoxes * group * head_blocks;
+  const int items = 4 * kPieces * group * head_blocks;
   const auto sums_of = [&](int i) {
-    return unit_sums + std::int64_t{i / (4 * kBoxes)} * (kBlockM * C.head_dim) +
-           tile::fragment_order<C.head_dim>(i / kBoxes % 4 * 32 + lane, 0) + i % kBoxes * 1024;
+    return unit_sums + std::int64_t{i / (4 * kPieces)} * (kBlockM * C.head_dim) +
+           tile::fragment_order<C.head_dim>(i / kPieces % 4 * 32 + lane, 0) +
+           i % kPieces * (16 * kColumns);
   };
   const auto place = [&](int i, auto&& store) {
-    const int block = i / (4 * kBoxes);
+    const int block = i / (4 * kPieces);
     const int in_group = quotient(block, head_blocks);
-    const int row = (block - in_group * head_blocks) * kBlockM + i / kBoxes % 4 * 16;
-    store(row, first_head + in_group, i % kBoxes * 64);
+    const int row = (block - in_group * head_blocks) * kBlockM + i / kPieces % 4 * 16;
+    store(row, first_head + in_group, i % kPieces * kColumns);
   };
   const auto clear_sums = [&](float* sums) {
     if (clear) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
+      for (int j = 0; j < kColumns / 8; ++j) {
         ptx::store_sum(sums + j * 128, 0, 0, 0, 0);
       }
     }
@@ -161,18 +163,18 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
 #pragma unroll 1
     for (int i = warp; i < items; i += warps) {
       place(i, [&](int row, int head, int column) {
-        finish_elements<T>(p, sums_of(i), batch, row, q_rows - row, head, column, lane);
+        finish_elements<kColumns, T>(p, sums_of(i), batch, row, q_rows - row, head, column, lane);
       });
       clear_sums(sums_of(i));
     }
     return;
   }
   // The loads of an item are under way while the one before is stored.
-  float4 next[8];
+  float4 next[kColumns / 8];
   const auto load = [&](int i) {
     if (i < items) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
+      for (int j = 0; j < kColumns / 8; ++j) {
         next[j] = ptx::load_sum(sums_of(i) + j * 128);
       }
     }
@@ -180,16 +182,16 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   load(warp);
 #pragma unroll 1
   for (int i = warp; i < items; i += warps) {
-    PackedRows x;
+    PackedRows<kColumns> x;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
       x[0][j / 4][j % 4] = ptx::pack<T>(next[j].x * p.scale, next[j].y * p.scale);
       x[1][j / 4][j % 4] = ptx::pack<T>(next[j].z * p.scale, next[j].w * p.scale);
     }
     load(i + warps);
     clear_sums(sums_of(i));
     place(i, [&](int row, int head, int column) {
-      store_packed(x, p.dq, batch, row, q_rows - row, head, column, lane);
+      store_packed<kColumns>(x, p.dq, batch, row, q_rows - row, head, column, lane);
     });
   }
 }

@@ -15,7 +15,7 @@ inline constexpr int kBlockM = 64;
 // The backward for head dims up to 128: two consumer warpgroups make S, P, dP, dS, dV and dK of
 // `key_blocks` x 64 keys each; a third warpgroup issues the loads and makes dq.
 struct BwdConfig {
-  int head_dim;    // of q and k, padded to a multiple of 64
+  int head_dim;    // of q, k and v, padded: 64, 96 or 128
   int key_blocks;  // blocks of 64 keys per consumer warpgroup
   int cluster;     // 2: CTAs of neighbouring keys share Q and dO, each makes half of dq's columns
   int q_stages;    // of Q and lse
@@ -40,8 +40,14 @@ struct BwdConfig {
   static constexpr int kKeysPerDs = 64 * kConsumers;
 
   constexpr int block_n() const { return 64 * kConsumers * key_blocks; }
-  constexpr int kv_bytes() const { return block_n() * head_dim * 2; }
-  constexpr int q_bytes() const { return kBlockM * head_dim * 2; }
+  // Boxes of 64 columns; of 96 the second holds 32 and zeros, which no product reads.
+  constexpr int boxes() const { return (head_dim + tile::kBoxColumns - 1) / tile::kBoxColumns; }
+  constexpr int kv_bytes() const { return boxes() * block_n() * tile::kBoxRowBytes; }
+  constexpr int q_bytes() const { return boxes() * kBlockM * tile::kBoxRowBytes; }
+  // Columns of dq that are made, added and finished together. A product of 96 reads dS once, and
+  // there are registers for it.
+  constexpr int dq_columns() const { return head_dim % 64 == 0 ? 64 : head_dim; }
+  constexpr int dq_pieces() const { return head_dim / dq_columns(); }
   constexpr int ds_bytes() const { return kKeysPerDs * kBlockM * 2; }
   // With a cluster: half the columns of the peer's K, and its dS.
   constexpr int peer_k_bytes() const { return cluster == 2 ? kv_bytes() / 2 : 0; }
@@ -71,7 +77,8 @@ struct BwdConfig {
   constexpr int shared_bytes() const { return info_offset() + kInfoBytes + tile::kTileAlignment; }
 
   constexpr bool valid() const {
-    return head_dim % 64 == 0 && shared_bytes() <= 227 * 1024 && block_n() <= 256 &&
+    return head_dim % 32 == 0 && dq_pieces() * dq_columns() == head_dim &&
+           shared_bytes() <= 227 * 1024 && block_n() <= 256 &&
            kConsumers * consumer_registers + dq_registers <= 504 && consumer_registers % 8 == 0 &&
            dq_registers % 8 == 0 && (cluster == 1 || (head_dim == 128 && key_blocks == 1)) &&
            (ds_stages & (ds_stages - 1)) == 0;

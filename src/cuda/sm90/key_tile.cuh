@@ -35,12 +35,12 @@ struct KeyTile {
   int lo;
   int hi;
   int keys_end;
+  int q_rows;  // rows of q from q_row on that belong to the sequence
   // In ordered kernels (bwd_order.cuh): the turn on block m_start, when it grows, and the blocks
   // that this tile adds to last.
   int turn;
   int segment_mask;  // it grows at the top of each segment of segment_mask + 1 blocks
   int growing_end;   // below this block
-  int q_rows;        // rows of q from q_row on that get a dq
   int finish_begin[2];
   int finish_end[2];
   // Query blocks [full_begin, full_end) need no mask for the tile's 64-key block of this index.
@@ -103,6 +103,7 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
   tile.head_kv = place.head;
   tile.batch_index = static_cast<int>(sequence.batch_index);
   tile.q_row = static_cast<int>(sequence.q.begin);
+  tile.q_rows = static_cast<int>(sequence.q.end - sequence.q.begin);
   tile.q_block = static_cast<int>(first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM));
   tile.kv_row = static_cast<int>(sequence.kv.begin + begin);
   tile.rows_to_write =
@@ -111,7 +112,9 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
   const auto has_dead_keys = [&](std::int64_t tile_begin, int* live_begin, int* live_end) {
     *live_begin = static_cast<int>(clamp_to(live.begin - tile_begin, 0, block_n));
     *live_end = static_cast<int>(clamp_to(live.end - tile_begin, 0, block_n));
-    const std::int64_t existing = clamp_to(s.rows_kv - sequence.kv.begin - tile_begin, 0, block_n);
+    const std::int64_t existing = clamp_to(
+        (p.ragged_rows != 0 ? sequence.kv.end : s.rows_kv) - sequence.kv.begin - tile_begin, 0,
+        block_n);
     return *live_begin > 0 || *live_end < existing;
   };
   tile.has_dead_keys = has_dead_keys(begin, &tile.live_begin, &tile.live_end) ? 1 : 0;
@@ -135,7 +138,6 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
   }
   if (form.ordered) {
     const auto to_int = [](std::int64_t x) { return static_cast<int>(x); };
-    tile.q_rows = to_int(sequence.q.end - sequence.q.begin);
     tile.turn = to_int(block);
     tile.segment_mask = -1;
     tile.finish_begin[0] = tile.m_begin;
@@ -188,7 +190,7 @@ struct KeyTileParams {
   KeyTile* tiles;  // (num_tiles * form.cluster); null: not wanted
   KeyTileForm form;
   std::uint32_t num_tiles;  // or clusters of tiles: the grid
-  // Of a packed batch, whose tiles prepare only puts in order:
+  // Of a packed batch, whose tiles a kernel before prepare puts in order:
   PackedPass packed;
   PackedTile* packed_tiles;         // (num_tiles), or null: fixed length
   std::uint32_t* num_packed_tiles;  // in use; the rest of the grid has no work

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // In what order the tiles of a packed batch run. Only the device knows the lengths, so the order is
-// made there, by the pass's prepare kernel (packed_order.cuh). Plain arithmetic, for the device,
-// for tests and for `flashgrad plan`.
+// made there, by the forward's prepare kernel and by one before the backward's (packed_order.cuh).
+// Plain arithmetic, for the device, for tests and for `flashgrad plan`.
 //
 // Sequences with the longest tiles come first, so that the short ones fill the end; the heads of a
 // sequence run in sections (section_order.hpp), as those of a batch of fixed length do.

@@ -56,7 +56,8 @@ struct BwdPrepareParams {
   std::int64_t group;
   DqOrder order;  // set where not null
   std::int64_t keys_per_turn;
-  Tensor dq;  // with counters: rows of blocks that no key reaches become 0
+  Tensor dq;    // with counters: rows of blocks that no key reaches become 0
+  bool ragged;  // the maps of main end with each sequence: rows from there on are zeros
   std::int64_t head_dim;
 };
 
@@ -83,7 +84,10 @@ struct BwdParams {
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
   Tensor q, k, v, dout;
   std::uint32_t mapped;  // bits kMapQ...
-  Tensor dk, dv;         // null: not wanted
+  // The fifth coordinate of the maps: kRaggedRows where they end with each sequence
+  // (tensor_map.hpp), else 0.
+  std::int32_t ragged_rows;
+  Tensor dk, dv;  // null: not wanted
   RowStatistics rows;
   RowInputs inputs;  // of units that tiles of others prepare
   // f32 in fragment order, (pipeline.slots, group, pipeline.head_blocks, 64 * head_dim) or, in
