@@ -93,9 +93,10 @@ void add_bench(CLI::App& app, BenchArguments& arguments) {
       ->disable_flag_override()
       ->excludes(shape)
       ->excludes(suite);
-  bench->add_option("--dtype", arguments.dtype, "Of --shape and --memory: f32, bf16, f16")
-      ->type_name("DTYPE")
-      ->capture_default_str();
+  bench
+      ->add_option("--dtype", arguments.dtype,
+                   "Of --shape and --memory: f32, bf16 (default), f16 (f64: reference)")
+      ->type_name("DTYPE");
   bench->add_option("--json", arguments.json, "Also write the results to this file")
       ->type_name("FILE");
   add_call_options(*bench, arguments.call);
