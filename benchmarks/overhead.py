@@ -61,7 +61,11 @@ def on_torch(rounds: int) -> dict[str, float]:
         for x in inputs:
             x.grad = None
 
-    names = {"flash_attn_func": flash_attn_func, "sdpa": F.scaled_dot_product_attention}
+    names = {
+        "flash_attn_func": flash_attn_func,
+        "flashgrad's sdpa": scaled_dot_product_attention,
+        "sdpa": F.scaled_dot_product_attention,
+    }
     return microseconds({n: lambda f=f: step(f) for n, f in names.items()}, rounds)
 
 
