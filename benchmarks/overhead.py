@@ -2,9 +2,11 @@
 """What a call costs in Python before and after the library works, on problems too small to matter.
 
     python benchmarks/overhead.py --json result.json
+    python benchmarks/overhead.py --device cuda --json result.json
 
     flash_attn_func   forward and backward on (1, 1, 1, 8), beside PyTorch's own
-                      scaled_dot_product_attention
+                      scaled_dot_product_attention; on a GPU on (1, 128, 4, 64), and beside
+                      two of its kernels
     forward           on NumPy arrays, beside its two calls of the C library
     import flashgrad  in a fresh process
 
@@ -33,7 +35,8 @@ import peers
 import torch
 import torch.nn.functional as F
 from flashgrad import _call
-from flashgrad.torch import flash_attn_func
+from flashgrad.torch import flash_attn_func, scaled_dot_product_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CALLS = 40  # in a round: shorter than a time slice of a busy machine
 
@@ -58,8 +61,57 @@ def on_torch(rounds: int) -> dict[str, float]:
         for x in inputs:
             x.grad = None
 
-    names = {"flash_attn_func": flash_attn_func, "sdpa": F.scaled_dot_product_attention}
+    names = {
+        "flash_attn_func": flash_attn_func,
+        "flashgrad's sdpa": scaled_dot_product_attention,
+        "sdpa": F.scaled_dot_product_attention,
+    }
     return microseconds({n: lambda f=f: step(f) for n, f in names.items()}, rounds)
+
+
+def on_cuda(rounds: int) -> dict[str, float]:
+    """One sequence of 128 rows, 4 heads of 64, bf16, until the host has launched the kernels.
+
+    Their work is over before that. Rows first for flash_attn_func, heads first for the others.
+    """
+
+    def tensors(*shape: int) -> list[torch.Tensor]:
+        return [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
+        ]
+
+    rows_first, heads_first = tensors(1, 128, 4, 64), tensors(1, 4, 128, 64)
+
+    def forward(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            attention(*inputs)
+
+    def both(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        attention(*inputs).backward(inputs[0])
+        for x in inputs:
+            x.grad = None
+
+    def of(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+        def attention(*inputs: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*inputs)
+
+        return attention
+
+    functions = {
+        "flash_attn_func": (flash_attn_func, rows_first),
+        "flashgrad's sdpa": (scaled_dot_product_attention, heads_first),
+        "sdpa": (F.scaled_dot_product_attention, heads_first),
+        "sdpa, flash": (of(SDPBackend.FLASH_ATTENTION), heads_first),
+        "sdpa, cuDNN": (of(SDPBackend.CUDNN_ATTENTION), heads_first),
+    }
+    return {
+        f"{name}, {step.__name__}": least
+        for step in (forward, both)
+        for name, least in microseconds(
+            {n: lambda s=step, f=f, x=x: s(f, x) for n, (f, x) in functions.items()}, rounds
+        ).items()
+    }
 
 
 def on_numpy(rounds: int) -> dict[str, float]:
@@ -91,6 +143,7 @@ def import_seconds(rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
@@ -103,11 +156,15 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    pair = result["torch_us"] = on_torch(arguments.rounds)
-    result["torch_ratio"] = pair["flash_attn_func"] / pair["sdpa"]
-    pair = result["numpy_us"] = on_numpy(arguments.rounds)
-    result["numpy_over_c_us"] = pair["forward"] - pair["c_calls"]
-    result["import_seconds"] = import_seconds(10)
+    if arguments.device == "cuda":
+        result["gpu"] = torch.cuda.get_device_name()
+        result["cuda_us"] = on_cuda(arguments.rounds)
+    else:
+        pair = result["torch_us"] = on_torch(arguments.rounds)
+        result["torch_ratio"] = pair["flash_attn_func"] / pair["sdpa"]
+        pair = result["numpy_us"] = on_numpy(arguments.rounds)
+        result["numpy_over_c_us"] = pair["forward"] - pair["c_calls"]
+        result["import_seconds"] = import_seconds(10)
     for name, value in result.items():
         if name.endswith(("us", "ratio", "seconds")):
             print(name, value)

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from .torch._masks import REFUSED, KeyBand, band_attention, read_mask, recognise, seen_keys
 from .torch._ops import attention
+from .torch._plans import HEADS_FIRST_TO_ROWS
 
 NAME = "flashgrad"
 
@@ -227,16 +228,14 @@ def attend(
     ):
         if refused:
             raise NotImplementedError(f"flashgrad: {name}: not supported")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if s_aux is not None:
-        s_aux = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        s_aux = s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    tensors = query, key, value
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         out, _ = attention(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
+            *(x.transpose(1, 2).flatten(0, 1) for x in tensors),
             cu_seqlens_q=cu_seq_lens_q,
             cu_seqlens_kv=cu_seq_lens_k,
             max_seqlen_q=max_length_q or 0,
@@ -248,7 +247,7 @@ def attend(
     if isinstance(attention_mask, FinishedMask):
         attention_mask = attention_mask.band
     if isinstance(attention_mask, KeyBand):
-        return band_attention(q, k, v, attention_mask, **options), None
+        return band_attention(*tensors, attention_mask, HEADS_FIRST_TO_ROWS, **options), None
     if isinstance(attention_mask, Unserved):
         raise NotImplementedError(
             REFUSED.format(attention_mask.reason)
@@ -258,8 +257,10 @@ def attend(
     if attention_mask is not None:
         shape = (*query.shape[:3], key.shape[2])
         band = read_mask(attention_mask, shape, shape[0])
-        return band_attention(q, k, v, band, **options), None
-    out, _ = attention(q, k, v, **_window(causal, sliding_window), **options)
+        return band_attention(*tensors, band, HEADS_FIRST_TO_ROWS, **options), None
+    out, _ = attention(
+        *tensors, layout=HEADS_FIRST_TO_ROWS, **_window(causal, sliding_window), **options
+    )
     return out, None
 
 

@@ -11,6 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 BATCH, HEADS, ROWS, KEYS, DIM = 3, 4, 9, 12, 8
 SINCE_2_5 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
+# An older PyTorch takes every call through its dispatcher.
+PLANNED = hasattr(torch._C.DispatchKeySet, "raw_repr")
 
 
 def tensors(rows=ROWS, keys=KEYS, heads_kv=HEADS, lead=(BATCH,), dim_v=DIM):
@@ -234,3 +236,73 @@ def test_causal_bias_under_compile(bias):
     )
     want = fgt.scaled_dot_product_attention(*inputs, mask)
     assert torch.equal(compiled(*inputs), want)
+
+
+def rows_first(x):
+    """The same tensor with the memory of (batch, seqlen, heads, dim)."""
+    return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+
+
+MEMORY = {
+    "heads first": lambda x: x.detach().clone(),
+    "rows first": rows_first,
+    "a slice": lambda x: torch.stack((x.detach(), x.detach()), 1)[:, 1],
+    "expanded": lambda x: x.detach()[:1].expand(x.shape),
+}
+
+
+def transposed_flash_attn(*inputs):
+    return fgt.flash_attn_func(*(x.transpose(1, 2) for x in inputs)).transpose(1, 2)
+
+
+def out_and_gradients(function, inputs, dout, **options):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves, **options)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY.keys())
+@pytest.mark.parametrize("dim_v", [1, DIM])
+def test_is_flash_attn_func_heads_first(memory, dim_v):
+    """The same bits, in memory as a model lays them out: gradients as their inputs, out by rows."""
+    inputs = [memory(x) for x in tensors(heads_kv=2, dim_v=dim_v)]
+    generator = torch.Generator().manual_seed(1)
+    for memory_of_dout in (*MEMORY.values(), lambda x: x.new_ones(()).expand(x.shape)):
+        dout = memory_of_dout(torch.randn(BATCH, HEADS, ROWS, dim_v, generator=generator))
+        got = out_and_gradients(
+            fgt.scaled_dot_product_attention, inputs, dout, enable_gqa=True
+        )
+        want = out_and_gradients(transposed_flash_attn, inputs, dout)
+        assert all(map(torch.equal, got, want))
+        assert got[0].transpose(1, 2).is_contiguous()
+        for x, gradient in zip(inputs, got[1:] if PLANNED else ()):
+            if x.is_contiguous():
+                assert gradient.is_contiguous()
+            elif x.transpose(1, 2).is_contiguous():
+                assert gradient.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_inputs_heads_first(frozen):
+    inputs = tensors()
+    dout = torch.randn(BATCH, HEADS, ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    want = torch.autograd.grad(fgt.scaled_dot_product_attention(*inputs), inputs, dout)
+    inputs[frozen].requires_grad_(False)
+    fgt.scaled_dot_product_attention(*inputs).backward(dout)
+    for n, (x, gradient) in enumerate(zip(inputs, want)):
+        assert x.grad is None if n == frozen else torch.equal(x.grad, gradient)
+
+
+def test_general_backward_heads_first():
+    """Where the plan is left: other strides of saved tensors, and a graph of the gradients."""
+    inputs = tensors()
+    dout = torch.randn(BATCH, HEADS, ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    want = torch.autograd.grad(fgt.scaled_dot_product_attention(*inputs), inputs, dout)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.mT.contiguous().mT):
+        out = fgt.scaled_dot_product_attention(*inputs)
+    assert all(map(torch.equal, torch.autograd.grad(out, inputs, dout), want))
+    out = fgt.scaled_dot_product_attention(*inputs)
+    got = torch.autograd.grad(out, inputs, dout, create_graph=True)
+    assert all(map(torch.equal, got, want))
+    with pytest.raises(NotImplementedError, match="double backward"):
+        got[0].sum().backward()

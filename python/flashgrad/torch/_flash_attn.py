@@ -226,7 +226,7 @@ def flash_attn_qkvpacked_func(
     """
     _check_packed(qkv, "qkv", 3, 2)
     return _attend(
-        (qkv,), dim=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        (qkv,), layout=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
         alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, **more,
     )  # fmt: skip
@@ -256,7 +256,7 @@ def flash_attn_kvpacked_func(
     """
     _check_packed(kv, "kv", 2, 2)
     return _attend(
-        (q, kv), dim=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        (q, kv), layout=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
         alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, **more,
     )  # fmt: skip
@@ -346,7 +346,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     _check_packed(qkv, "qkv", 3, 1)
     return _attend(
-        (qkv,), dim=1, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+        (qkv,), layout=1, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen, causal=causal,
         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
@@ -382,7 +382,7 @@ def flash_attn_varlen_kvpacked_func(
     """
     _check_packed(kv, "kv", 2, 1)
     return _attend(
-        (q, kv), dim=1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
+        (q, kv), layout=1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, causal=causal,
         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,

@@ -10,6 +10,7 @@ import torch
 
 from .._library import ArgumentError
 from ._ops import attention
+from ._plans import HEADS_FIRST
 
 REFUSED = (
     "flashgrad: attention mask: {}, want none, a causal bias of torch.nn.attention.bias, or (in "
@@ -143,7 +144,7 @@ def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand
 
 
 def band_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: KeyBand, **options: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: KeyBand, layout: str, **options: Any
 ) -> torch.Tensor:
     """Attention under a KeyBand.
 
@@ -153,21 +154,25 @@ def band_attention(
 
     Parameters
     ----------
-    q : Tensor (batch, seqlen_q, heads_q, head_dim)
-    k, v : Tensor (batch, seqlen_kv, heads_kv, head_dim or head_dim_v)
+    q : Tensor (batch, heads_q, seqlen_q, head_dim)
+    k, v : Tensor (batch, heads_kv, seqlen_kv, head_dim or head_dim_v)
     band : KeyBand
+    layout : HEADS_FIRST or HEADS_FIRST_TO_ROWS
     **options
         ``scale``, ``softcap``, ``sinks`` of ``attention``.
 
     Returns
     -------
-    Tensor (batch, seqlen_q, heads_q, head_dim_v)
+    Tensor, as ``layout`` says
     """
     options["window_left"] = None if band.left is None else -band.left
     options["window_right"] = band.right
     if band.start is None:
-        out, _ = attention(q, k, v, seqused_kv=band.stop, top_left=True, **options)
+        out, _ = attention(
+            q, k, v, layout=layout, seqused_kv=band.stop, top_left=True, **options
+        )
         return out
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
     sequences = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
     start = band.start
@@ -185,4 +190,5 @@ def band_attention(
         max_seqlen_q=rows,
         **options,
     )
-    return out.unflatten(0, (batch, rows))
+    out = out.unflatten(0, (batch, rows))
+    return out.transpose(1, 2) if layout == HEADS_FIRST else out

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -23,7 +23,7 @@ from torch.overrides import has_torch_function_variadic
 
 from .._call import Call, capsule_pointer, pack_options
 from .._library import BACKWARD, FORWARD, UNBOUNDED
-from ._plans import Plan, current_stream, find
+from ._plans import HEADS_FIRST, Plan, current_stream, find
 
 _OPTIONS = (
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, "
@@ -32,7 +32,7 @@ _OPTIONS = (
     "bool deterministic"
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
-_NUM_LENGTHS = 6  # those of the options that are tensors
+_NUM_LENGTHS = 6  # those of the options that are tensors: sinks, and what follows
 
 _library = torch.library.Library("flashgrad", "DEF")
 _library.define(
@@ -134,6 +134,12 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _empty_in_order(x: torch.Tensor) -> torch.Tensor:
+    """Like x, whose dimensions follow each other in memory as those of x do."""
+    result = torch.empty_like(x)
+    return result if result.stride(-1) == 1 else _empty(x)
+
+
 def _backward_kernel(*arguments: Any) -> Any:
     dout, dlse, *saved = arguments[:7]
     options, needs = arguments[7 : 7 + _NUM_OPTIONS], arguments[7 + _NUM_OPTIONS :]
@@ -220,14 +226,32 @@ def _is_cast(*tensors: torch.Tensor) -> bool:
     return all(x.dtype == dtype for x in tensors)
 
 
-def _parts(tensors: Sequence[Any], dim: int | None) -> Sequence[Any]:
-    """q, k and v of (q, k, v), or of (q, kv) or (qkv,) packed along ``dim``; None: three None."""
-    if dim is None:
+# How the tensors of a call come: q, k, v as the operators take them; packed along a dimension,
+# (q, kv) or (qkv,); or one of those of _plans.
+Layout = Union[None, int, str]
+
+
+def _parts(tensors: Sequence[Any], layout: Layout) -> Sequence[Any]:
+    """q, k and v of what comes, as it comes heads first; a packed None: three None."""
+    if not isinstance(layout, int):
         return tensors
+    dim = layout
     *separate, packed = tensors
     if packed is None:
         return [*separate, *[None] * (3 - len(separate))]
     return [*separate, *packed.unbind(dim)]
+
+
+def _rows_first(layout: Layout, dout: Any, saved: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """dout and the saved q, k, v, out and lse as the operators take them."""
+    if layout is None or isinstance(layout, int):
+        return dout, saved
+    q, k, v, out, lse = saved
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if layout == HEADS_FIRST:
+        out = out.transpose(1, 2)
+        dout = dout if dout is None else dout.transpose(1, 2)
+    return dout, (q, k, v, out, lse)
 
 
 def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
@@ -240,9 +264,10 @@ def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
 class _Forward(_SingleLevelFunction):
     """out and lse, both differentiable.
 
-    ``tensors`` are as ``_parts`` takes them, and so are their gradients: those of packed tensors
-    are written where they belong, instead of being stacked. ``direct``: the kernel is called
-    without the dispatcher, by way of ``plan`` if there is one, with ``parts`` of the tensors.
+    ``tensors`` are as ``layout`` says, and so are their gradients: those of packed tensors are
+    written where they belong, instead of being stacked. ``direct``: the kernel is called without
+    the dispatcher, by way of ``plan`` if there is one (heads first there is), with ``parts`` of the
+    tensors.
     """
 
     @staticmethod
@@ -251,7 +276,7 @@ class _Forward(_SingleLevelFunction):
         direct: bool,
         plan: Plan | None,
         parts: Sequence[Any],
-        dim: int | None,
+        layout: Layout,
         options: tuple[Any, ...],
         sinks: Any,
         *tensors: Any,
@@ -264,7 +289,7 @@ class _Forward(_SingleLevelFunction):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = _forward_op(*parts, sinks, *options)
         ctx.save_for_backward(*tensors, out, lse, sinks)
-        ctx.call = direct, plan, dim, options
+        ctx.call = direct, plan, layout, options
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -274,13 +299,15 @@ class _Forward(_SingleLevelFunction):
         if dout is None and dlse is None:
             return (None,) * len(needs)
         need_dsinks, needs = needs[5], needs[6:]
-        direct, plan, dim, options = ctx.call
+        direct, plan, layout, options = ctx.call
         *saved, sinks = ctx.saved_tensors
         tensors = saved[:-2]
-        if dim is not None:
-            saved = [*_parts(tensors, dim), *saved[-2:]]
+        packed = isinstance(layout, int)
+        if packed:
+            saved = [*_parts(tensors, layout), *saved[-2:]]
         create_graph = torch.is_grad_enabled()
         if create_graph or not (direct and _is_ordinary(dlse, dlse if dout is None else dout)):
+            dout, saved = _rows_first(layout, dout, saved)
             arguments = (dout, dlse, *saved, sinks, *options)
             # A packed tensor is the last one; all of its parts are needed or none.
             needs_parts = (*needs, *needs[-1:] * (3 - len(needs)), need_dsinks)
@@ -289,19 +316,23 @@ class _Forward(_SingleLevelFunction):
             else:
                 with torch._C._AutoDispatchBelowAutograd():
                     *results, dsinks = _backward_op(*arguments, *needs_parts)
-            if dim is not None:
+            if packed:
                 n = len(needs) - 1
-                results[n:] = [torch.stack(results[n:], dim)] if needs[-1] else [None]
-            results = [x if need else None for x, need in zip(results, needs)]
+                results[n:] = [torch.stack(results[n:], layout)] if needs[-1] else [None]
+            results = [
+                (x if layout is None or packed else x.transpose(1, 2)) if need else None
+                for x, need in zip(results, needs)
+            ]
             return (None, None, None, None, None, dsinks if need_dsinks else None, *results)
-        results = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
-            for x, need in zip(tensors, needs)
-        ]
-        gradients = results if dim is None else _parts(results, dim)
-        if plan is not None and plan.backward(dout, dlse, saved, gradients, (dim, needs)):
+        like = _empty if layout is None or packed else _empty_in_order
+        results = [like(x) if need else None for x, need in zip(tensors, needs)]
+        gradients = _parts(results, layout)
+        if plan is not None and plan.backward(dout, dlse, saved, gradients, (layout, needs)):
             return (None, None, None, None, None, None, *results)
         dsinks = _empty(sinks) if need_dsinks else None
+        dout, saved = _rows_first(layout, dout, saved)
+        if layout is not None and not packed:
+            gradients = [x if x is None else x.transpose(1, 2) for x in gradients]
         _differentiate(dout, dlse, saved, [*gradients, dsinks], (sinks, *options))
         return (None, None, None, None, None, dsinks, *results)
 
@@ -429,7 +460,7 @@ _library.impl("forward", _autocast("cuda"), "AutocastCUDA")
 
 def attention(
     *tensors: torch.Tensor,
-    dim: int | None = None,
+    layout: Layout = None,
     sinks: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
@@ -447,8 +478,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator flashgrad::forward with defaults: out and lse as ``flashgrad.forward``.
 
-    ``tensors`` are q, k, v, or with ``dim`` (q, kv) or (qkv,) packed along it. The maxima may be
-    tensors, as Transformers passes them.
+    ``tensors`` are as ``layout`` says, and so is out. The maxima may be tensors, as Transformers
+    passes them.
     """
     if isinstance(max_seqlen_q, torch.Tensor):
         max_seqlen_q = int(max_seqlen_q)
@@ -459,22 +490,42 @@ def attention(
         window_left, window_right, top_left, scale, softcap,
         deterministic or torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
-    if _is_ordinary(sinks, *tensors) and _is_cast(*tensors):
-        records = _records((*tensors, sinks))
+    return _attend(tensors, layout, sinks, options)
+
+
+def _attend(
+    tensors: Sequence[torch.Tensor],
+    layout: Layout,
+    sinks: torch.Tensor | None,
+    options: tuple[Any, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ordinary = _is_ordinary(sinks, *tensors) and _is_cast(*tensors)
+    heads_first = isinstance(layout, str)
+    plan = None
+    if ordinary:
         # Detached, so that autograd does not record the slices of a packed tensor.
-        q, k, v = parts = tensors if dim is None else _parts([x.detach() for x in tensors], dim)
-        plan = None
+        packed = isinstance(layout, int)
+        q, k, v = parts = _parts([x.detach() for x in tensors] if packed else tensors, layout)
+        cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset = options[: _NUM_LENGTHS - 1]
         if sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None:
-            plan = find(q, k, v, options, _make_plan)
-        if records:
-            return _Forward.apply(True, plan, parts, dim, options, sinks, *tensors)
+            plan = find(q, k, v, layout if heads_first else None, options, _make_plan)
+    if heads_first and plan is None:
+        out, lse = _attend([x.transpose(1, 2) for x in tensors], None, sinks, options)
+        return out.transpose(1, 2) if layout == HEADS_FIRST else out, lse
+    if ordinary:
+        if _records((*tensors, sinks)):
+            return _Forward.apply(True, plan, parts, layout, options, sinks, *tensors)
         if plan is not None:
             return plan.forward(q, k, v)
         return _forward_kernel(q, k, v, sinks, *options)
     for name, x in zip(("q", "k", "v"), tensors):
         check_tensor(name, x)
-    return _forward_op(*_parts(tensors, dim), sinks, *options)
+    return _forward_op(*_parts(tensors, layout), sinks, *options)
 
 
-def _make_plan(q: torch.Tensor, v: torch.Tensor, options: tuple[Any, ...]) -> Plan:
-    return Plan(_empty_results(q, v), _pack(*options[_NUM_LENGTHS - 1 :]))
+def _make_plan(
+    q: torch.Tensor, v: torch.Tensor, layout: str | None, options: tuple[Any, ...]
+) -> Plan:
+    if layout is not None:
+        q, v = q.transpose(1, 2), v.transpose(1, 2)
+    return Plan(_empty_results(q, v), layout, _pack(*options[_NUM_LENGTHS - 1 :]))

@@ -30,6 +30,16 @@ _DTYPES = {
     torch.float64: (2, 64),
 }
 
+# How q, k and v come: (batch, heads, seqlen, head_dim), and so are their gradients; out and dout
+# likewise, or (batch, seqlen, heads, head_dim) as everywhere else.
+HEADS_FIRST = "heads first"
+HEADS_FIRST_TO_ROWS = "heads first, out not"
+_HEADS_FIRST_NAMES = {
+    HEADS_FIRST: ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+    HEADS_FIRST_TO_ROWS: ("q", "k", "v", "dq", "dk", "dv"),
+    None: (),
+}
+
 _FORWARD_NAMES = ("q", "k", "v", "out", "lse")
 _BACKWARD_NAMES = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
 
@@ -42,7 +52,12 @@ class _PreparedCall:
     )  # fmt: skip
 
     def __init__(
-        self, which: int, names: Sequence[str], tensors: Sequence[Any], options: bytes
+        self,
+        which: int,
+        names: Sequence[str],
+        tensors: Sequence[Any],
+        heads_first: Sequence[str],
+        options: bytes,
     ) -> None:
         self.which, self.options = which, options
         self.device = device = tensors[0].device
@@ -50,8 +65,9 @@ class _PreparedCall:
         self.call = Call()
         for name, x in zip(names, tensors):
             if x is not None:
+                rows = x.transpose(1, 2) if name in heads_first else x
                 self.call.add_shape(
-                    SLOT[name], x.shape, *_DTYPES[x.dtype], x.stride(), dlpack_device
+                    SLOT[name], rows.shape, *_DTYPES[x.dtype], rows.stride(), dlpack_device
                 )
         self.words = self.call.words()
         self.data_words = [DATA_WORD[SLOT[name]] for name in names]
@@ -100,16 +116,18 @@ def find(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    layout: str | None,
     options: tuple[Any, ...],
-    make: Callable[[torch.Tensor, torch.Tensor, tuple[Any, ...]], Plan],
+    make: Callable[[torch.Tensor, torch.Tensor, str | None, tuple[Any, ...]], Plan],
 ) -> Plan | None:
     """The plan of a call without sinks and lengths, or None if its tensors want the general way.
 
-    ``options`` are what else determines the call; ``make(q, v, options)`` makes a plan.
+    ``layout``: None, or as the tensors come. ``options`` are what else determines the call;
+    ``make(q, v, layout, options)`` makes a plan.
     """
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), options, torch.get_num_threads(),
+        q.get_device(), k.get_device(), v.get_device(), layout, options, torch.get_num_threads(),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -122,18 +140,26 @@ def find(
             return None
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        plan = _plans[key] = make(q, v, options)
+        plan = _plans[key] = make(q, v, layout, options)
     return plan
 
 
 class Plan:
     """Forward and backward of fixed-length tensors without sinks and lengths."""
 
-    __slots__ = ("_idle", "_lse", "_on_gpu", "_options", "_out")
+    __slots__ = ("_heads_first", "_idle", "_lse", "_on_gpu", "_options", "_out", "_out_strides")
 
-    def __init__(self, results: Sequence[torch.Tensor], options: bytes) -> None:
+    def __init__(
+        self, results: Sequence[torch.Tensor], layout: str | None, options: bytes
+    ) -> None:
         # Like out and lse, of one element: torch.empty_like is quicker than torch.empty.
         self._out, self._lse = (x.new_empty(1).expand(x.shape) for x in results)
+        # Heads first, out has the memory of rows first, as a model's next layer reads it.
+        self._out_strides = None
+        if layout == HEADS_FIRST:
+            self._out = self._out.transpose(1, 2)
+            self._out_strides = results[0].transpose(1, 2).stride()
+        self._heads_first = _HEADS_FIRST_NAMES[layout]
         self._on_gpu = results[0].is_cuda
         self._options = options
         # By pass and the strides of its tensors: the prepared calls that no thread is using.
@@ -143,7 +169,10 @@ class Plan:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse."""
-        out = torch.empty_like(self._out, memory_format=torch.contiguous_format)
+        if self._out_strides is None:
+            out = torch.empty_like(self._out, memory_format=torch.contiguous_format)
+        else:
+            out = q.new_empty_strided(self._out.shape, self._out_strides)
         lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
         self._run(FORWARD, None, (q, k, v, out, lse))
         return out, lse
@@ -158,8 +187,8 @@ class Plan:
     ) -> bool:
         """Writes dq, dk and dv, where they are not None, of the saved q, k, v, out and lse.
 
-        The gradients' strides depend on ``form`` alone. False: a tensor has to be copied first, and
-        nothing was written.
+        The gradients' strides depend on ``form`` and the saved tensors' alone. False: a tensor has to
+        be copied first, and nothing was written.
         """
         key: list[Any] = [form]
         for x in saved:  # hooks on saved tensors may have given them other strides
@@ -186,6 +215,6 @@ class Plan:
             call = idle.pop()
         except IndexError:
             names = _FORWARD_NAMES if which == FORWARD else _BACKWARD_NAMES
-            call = _PreparedCall(which, names, tensors, self._options)
+            call = _PreparedCall(which, names, tensors, self._heads_first, self._options)
         call.run(tensors, current_stream(tensors[0]) if self._on_gpu else 0)
         idle.append(call)

@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from .._library import ArgumentError
 from ._masks import band_attention, read_mask
 from ._ops import attention, check_tensor
+from ._plans import HEADS_FIRST
 
 
 def scaled_dot_product_attention(
@@ -89,15 +90,15 @@ def scaled_dot_product_attention(
         )
     if attn_mask is None:
         options = {"window_right": 0, "top_left": True} if is_causal else {}
-        out = _attend(q, k, v, {"scale": scale, **options})
+        out, _ = attention(q, k, v, layout=HEADS_FIRST, scale=scale, **options)
     elif (top_left := _causal_bias(attn_mask, q, k)) is not None:
-        out = _attend(q, k, v, {"scale": scale, "window_right": 0, "top_left": top_left})
+        out, _ = attention(
+            q, k, v, layout=HEADS_FIRST, scale=scale, window_right=0, top_left=top_left
+        )
     else:
         band = read_mask(attn_mask, (*leading, q.shape[2], k.shape[2]), q.shape[0])
-        out = band_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), band, scale=scale
-        ).transpose(1, 2)
-    return out.reshape(*leading, *out.shape[-2:])
+        out = band_attention(q, k, v, band, HEADS_FIRST, scale=scale)
+    return out if q is query else out.reshape(*leading, *out.shape[-2:])
 
 
 def _to_batch_heads(
@@ -105,6 +106,10 @@ def _to_batch_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """The tensors as (batch, heads, seqlen, dim), and the result's leading dimensions."""
     tensors = (query, key, value)
+    if query.ndim == key.ndim == value.ndim == 4 and key.shape[:2] == value.shape[:2]:
+        (batch, heads), (batch_kv, heads_kv) = query.shape[:2], key.shape[:2]
+        if batch == batch_kv and (heads > 1 or heads_kv == 1):
+            return query, key, value, (batch, heads)
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in tensors]
     # A single head of keys or values stands for those of the other, one of queries for all.
     heads_kv = max(heads[1:])
@@ -119,20 +124,11 @@ def _to_batch_heads(
         ) from None
     ndim = max(x.ndim for x in tensors)
     leading = (*batch, heads[0]) if ndim > 2 else ()
-    if all(x.ndim == 4 and x.shape[:2] == (*batch, h) for x, h in zip(tensors, heads)):
-        return query, key, value, leading
     q, k, v = (
         x.expand(*batch, h, *x.shape[-2:]).reshape(-1, h, *x.shape[-2:])
         for x, h in zip(tensors, heads)
     )
     return q, k, v, leading
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
-) -> torch.Tensor:
-    out, _ = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
-    return out.transpose(1, 2)
 
 
 def _causal_bias(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool | None:
