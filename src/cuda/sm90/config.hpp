@@ -35,6 +35,9 @@ struct BwdConfig {
   // Tiles prepare and finish other units too (unit_pipeline.hpp); softcap needs the registers.
   constexpr bool serves_units() const { return !ordered && !softcap; }
 
+  // A consumer leaves out the query blocks that see none of its keys: H200, TODO.
+  constexpr bool skips_hidden() const { return !ordered && !softcap && key_blocks == 1; }
+
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kKeysPerDs = 64 * kConsumers;
@@ -68,10 +71,10 @@ struct BwdConfig {
   constexpr int factor_bytes() const { return softcap ? kConsumers * 128 * 64 : 0; }
   constexpr int barrier_offset() const { return factor_offset() + factor_bytes(); }
   constexpr int num_barriers() const {
-    return 6 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
+    return 5 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
   }
   constexpr int info_offset() const { return barrier_offset() + 8 * num_barriers(); }
-  static constexpr int kInfoBytes = 160;  // KeyTile and, last, the ticket
+  static constexpr int kInfoBytes = 176;  // KeyTile and, last, the ticket
   constexpr int ticket_offset() const { return info_offset() + kInfoBytes - 4; }
   // Dynamic shared memory starts at a multiple of 16; the tiles are aligned by hand.
   constexpr int shared_bytes() const { return info_offset() + kInfoBytes + tile::kTileAlignment; }
