@@ -261,7 +261,8 @@ FG_API fg_status fg_workspace_size(fg_pass pass, const fg_tensors* tensors,
 FG_API fg_status fg_supports(fg_pass pass, const fg_tensors* tensors, const fg_options* options,
                              const char** backend);
 
-/// The number of backends in this library, fastest first.
+/// The number of backends that this library knows, fastest first. One that was left out of the
+/// build is among them; `available` is 0 then.
 FG_API int32_t fg_backend_count(void);
 
 /// Describes a backend.

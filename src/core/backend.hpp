@@ -29,7 +29,7 @@ struct Backend {
   Status (*backward)(const Problem&, const Args&);
 };
 
-// All backends of this build.
+// All backends, those that were left out of this build included.
 std::span<const Backend* const> backends();
 
 }  // namespace flashgrad

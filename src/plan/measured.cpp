@@ -264,13 +264,8 @@ void add_bench_cuda_rows(const json& results, ResultFile* file) {
 // are predicted without. A file without a date is of today's kernels.
 constexpr const char* kServesUnitsSince = "2026-11-30T02:50";
 
-bool is_older(const json& record) {
-  for (const char* const key : {"date", "time"}) {
-    if (record.contains(key)) {
-      return record.at(key).get<std::string>() < kServesUnitsSince;
-    }
-  }
-  return false;
+bool is_older(const json& results) {
+  return results.contains("date") && results.at("date").get<std::string>() < kServesUnitsSince;
 }
 
 // Files without times of calls, by what only they have.
@@ -375,10 +370,8 @@ ResultFile read_results(const std::string& text) {
     } else {
       add_sm90(results, &file);
     }
-    const json& dated =
-        results.contains("runs") && !results.contains("date") ? results.at("runs").at(0) : results;
     for (Measured& row : file.rows) {
-      row.call.may_serve = !is_older(dated);
+      row.call.may_serve = !is_older(results);
     }
   } catch (const json::exception& error) {
     throw std::invalid_argument(std::string("not a result file that is known: ") + error.what());

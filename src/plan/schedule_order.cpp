@@ -197,13 +197,14 @@ template <int kKeys>
 std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, std::int64_t section,
                                     bool longest_first, int slots) {
   const bool packed = !problem.packed_q.empty();
+  const bool last_first = longest_first && problem.mask.right < kUnboundedFrom;
   const HostSequences host(problem);
   // Of the sequence, the block of queries and the head.
   std::vector<sm90::PackedTile> order;
   if (packed && longest_first) {
     order = sm90::packed_order(
         {.of_keys = false,
-         .last_block_first = problem.mask.right < kUnboundedFrom,
+         .last_block_first = last_first,
          .tile_rows = static_cast<std::uint32_t>(rows),
          .heads = static_cast<std::uint32_t>(problem.heads_q),
          .heads_per_key = static_cast<std::uint32_t>(problem.heads_q / problem.heads_kv),
@@ -225,7 +226,6 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
     const std::int64_t units = problem.batch * problem.heads_q;
     const auto per_unit = static_cast<std::uint32_t>((problem.seqlen_q + rows - 1) / rows);
     const sm90::FwdOrder sections = sm90::make_order(units, section);
-    const bool last_first = longest_first && problem.mask.right < kUnboundedFrom;
     for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(units) * per_unit; ++i) {
       const auto [unit, rank] = sm90::work_item(sections, per_unit, i);
       order.push_back({static_cast<std::int32_t>(unit / problem.heads_q),
@@ -236,8 +236,9 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
   std::vector<WorkTile> tiles;
   for (const sm90::PackedTile& at : order) {
     const Band band = sm90::sequence_span(host.sequences, at.span).band;
-    const sm90::FwdBlocks keys = sm90::key_blocks<kKeys>(band, std::int64_t{at.block} * rows,
-                                                         (std::int64_t{at.block} + 1) * rows);
+    const auto [first_row, end_row] = sm90::tile_rows(
+        band.seqlen_q, rows, at.block, longest_first && sm90::sees_more_later(problem.mask));
+    const sm90::FwdBlocks keys = sm90::key_blocks<kKeys>(band, first_row, end_row);
     if (keys.begin == keys.end) {
       continue;
     }
@@ -245,7 +246,7 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
     work.sequence = packed ? at.span - 1 : at.span;
     work.head = at.head;
     work.unit = work.sequence * problem.heads_q + work.head;
-    work.first_row = std::int64_t{at.block} * rows;
+    work.first_row = first_row;
     work.begin = keys.begin;
     work.end = keys.end;
     work.steps = keys.end - keys.begin;

@@ -2,6 +2,7 @@
 // `flashgrad check` and `flashgrad bench`: what they accept, print and write.
 #include <sys/stat.h>
 
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -157,6 +158,28 @@ TEST_F(Bench, SuitesFromFiles) {
     put("suite.json", text);
     expect_one_line_refusal({"bench", "--suite", path("suite.json")}, 2, "suite");
   }
+}
+
+// A suite goes on without what is not served; what leaves nothing to measure is unsupported.
+TEST_F(Bench, WhatIsNotServed) {
+  const ToolResult shape = run_tool({"bench", "--shape", "sq=8,d=300"});
+  EXPECT_EQ(shape.exit_status, 3);
+  EXPECT_NE(shape.err.find("\nflashgrad: q: head_dim 300"), std::string::npos) << shape.err;
+  const ToolResult memory = run_tool({"bench", "--memory", "--dtype", "f64", "--backend", "cpu"});
+  EXPECT_EQ(memory.exit_status, 3);
+  EXPECT_NE(memory.err.find("dtype f64"), std::string::npos) << memory.err;
+  const std::string wide = R"({"shape": "sq=8,d=300", "dtypes": ["bf16"], "masks": ["full"]})";
+  const std::string other = R"({"shape": "sq=8,d=8", "dtypes": ["bf16"], "masks": ["full"]})";
+  put("suite.json", R"({"shapes": [)" + wide + "," + other + "]}");
+  const Words suite = {"bench", "--suite", path("suite.json"), "--json", path("result.json")};
+  const ToolResult result = run_tool(suite);
+  EXPECT_EQ(result.exit_status, 0) << result.err;
+  EXPECT_NE(result.out.find("refused: q: head_dim 300"), std::string::npos) << result.out;
+  EXPECT_EQ(nlohmann::json::parse(contents("result.json")).at("rows").size(), 1U);
+  std::filesystem::remove(path("result.json"));
+  put("suite.json", R"({"shapes": [)" + wide + "," + wide + "]}");
+  EXPECT_EQ(run_tool(suite).exit_status, 3);
+  EXPECT_FALSE(std::filesystem::exists(path("result.json")));
 }
 
 // What would be read for ever.

@@ -10,10 +10,15 @@ class Gpu : public ToolTest {
   void SetUp() override {
     ToolTest::SetUp();
     const std::string info = run_tool({"info"}).out;
-    if (info.find("sm90") == std::string::npos) {
-      GTEST_SKIP() << "built without CUDA";
+    ASSERT_NE(info.find("\n  sm90 "), std::string::npos) << info;
+    const std::string not_here = "\n  sm90       not here: ";
+    const std::size_t begin = info.find(not_here);
+    has_gpu = begin == std::string::npos;
+    if (!has_gpu) {
+      const std::size_t end = info.find('\n', begin + 1);
+      refusal = "sm90: " + info.substr(begin + not_here.size(), end - begin - not_here.size());
+      EXPECT_NE(refusal, "sm90: ");
     }
-    has_gpu = info.find("cuda:0") != std::string::npos;
   }
 
   void write_inputs(const std::string& dtype) const {
@@ -22,20 +27,29 @@ class Gpu : public ToolTest {
   }
 
   bool has_gpu = false;
+  std::string refusal;  // why not, in the words of `flashgrad info`
 };
 
 TEST_F(Gpu, RunsOrSaysWhyNot) {
   write_inputs("BF16");
   if (!has_gpu) {
-    expect_refused({"--backend", "sm90"}, 3, "--backend sm90: no CUDA");
+    expect_refused({"--backend", "sm90"}, 3, "--backend " + refusal);
+    ToolEnvironment forced;
+    forced.variables = {"FLASHGRAD_BACKEND=sm90"};
     for (const std::vector<std::string>& arguments :
-         {std::vector<std::string>{"check", "--shape", "sq=8,d=8"}, {"check"}, {"bench"}}) {
+         {std::vector<std::string>{"check", "--shape", "sq=8,d=8"},
+          {"check"},
+          {"bench"},
+          {"bench", "--memory"}}) {
       std::vector<std::string> all = arguments;
       all.insert(all.end(), {"--backend", "sm90"});
-      const ToolResult result = run_tool(all);
-      EXPECT_EQ(result.exit_status, 3);
-      EXPECT_NE(result.err.find("--backend sm90: no CUDA"), std::string::npos) << result.err;
-      EXPECT_EQ(result.out, "");
+      const ToolResult by_option = run_tool(all);
+      EXPECT_EQ(by_option.exit_status, 3);
+      EXPECT_EQ(by_option.err, "flashgrad: --backend " + refusal + "\n");
+      EXPECT_EQ(by_option.out, "");
+      const ToolResult by_variable = run_tool(arguments, forced);
+      EXPECT_EQ(by_variable.exit_status, 3);
+      EXPECT_EQ(by_variable.err, "flashgrad: FLASHGRAD_BACKEND " + refusal + "\n");
     }
     return;
   }
@@ -50,7 +64,11 @@ TEST_F(Gpu, RunsOrSaysWhyNot) {
 
 TEST_F(Gpu, RefusesF32) {
   write_inputs("F32");
-  expect_refused({"--backend", "sm90"}, 3, has_gpu ? "dtype f32 on cuda:0" : "no CUDA");
+  expect_refused({"--backend", "sm90"}, 3, has_gpu ? "dtype f32 on cuda:0" : refusal);
+  const ToolResult bench =
+      run_tool({"bench", "--shape", "sq=8,d=8", "--dtype", "f32", "--backend", "sm90"});
+  EXPECT_EQ(bench.exit_status, 3) << bench.out;
+  EXPECT_NE(bench.err, "");
 }
 
 }  // namespace

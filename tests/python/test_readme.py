@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's Python programs run as they stand; and what importing the package costs."""
+"""The Python programs of the README and docs/python.md run as they stand; and what importing the
+package costs."""
 
 import pathlib
 import re
@@ -9,8 +10,9 @@ import sys
 
 import pytest
 
-README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TEXT = "".join((ROOT / name).read_text() for name in ("README.md", "docs/python.md"))
+PROGRAMS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 # The program for Transformers names a model that would have to be downloaded; test_transformers.py
 # has its like.
 COMPLETE = [program for program in PROGRAMS if "from_pretrained" not in program]

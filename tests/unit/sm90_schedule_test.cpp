@@ -82,5 +82,34 @@ TEST(Sm90ForwardBlocks, ThreeStretches) {
   }
 }
 
+// Every row lies in one tile, consumers' rows begin at multiples of 64 from the first row on, and
+// only the tile that sees the fewest keys is incomplete by 64 rows or more.
+TEST(Sm90ForwardRows, CoverTheSequence) {
+  for (const std::int32_t block_m : {64, 128, 192}) {
+    for (const std::int32_t rows : {0, 1, 63, 64, 65, 191, 192, 193, 256, 1000, 1024, 4096}) {
+      for (const bool last_block_first : {false, true}) {
+        std::int32_t begin = 0;
+        const std::int32_t blocks = (rows + block_m - 1) / block_m;
+        for (std::int32_t block = 0; block < blocks + 2; ++block) {
+          const FwdRows tile = tile_rows(rows, block_m, block, last_block_first);
+          if (block >= blocks) {
+            ASSERT_EQ(tile.begin, tile.end) << rows << " rows, tile " << block;
+            continue;
+          }
+          ASSERT_EQ(tile.begin, begin);
+          ASSERT_EQ(tile.begin % 64, 0);
+          ASSERT_GT(tile.end, tile.begin);
+          ASSERT_LE(tile.end - tile.begin, block_m);
+          if (block != (last_block_first ? 0 : blocks - 1)) {
+            ASSERT_GT(tile.end - tile.begin, block_m - 64);
+          }
+          begin = tile.end;
+        }
+        ASSERT_EQ(begin, rows);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace flashgrad::sm90

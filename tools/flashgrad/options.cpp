@@ -36,6 +36,28 @@ void parse_window(const std::string& text, fg_options& options) {
   options.window_right = parse_window_side(view.substr(comma + 1));
 }
 
+// The backend that the option names, or else FLASHGRAD_BACKEND; empty if neither does. Throws
+// unless it can run here.
+std::string chosen_backend(const std::string& option) {
+  constexpr const char* kVariable = "FLASHGRAD_BACKEND";
+  const char* forced = std::getenv(kVariable);
+  const bool by_option = option != "auto";
+  std::string name = by_option || forced == nullptr ? option : forced;
+  if (name == "auto" || (name.empty() && !by_option)) {
+    return "";
+  }
+  const std::string source = by_option ? "--backend" : kVariable;
+  const std::vector<std::string> names = backend_names();
+  if (std::find(names.begin(), names.end(), name) == names.end()) {
+    throw Error(fmt::format("{}: got '{}', want auto or one of: {}", source, printable(name),
+                            fmt::join(names, ", ")));
+  }
+  if (const fg_backend info = describe_backend(name); info.available == 0) {
+    throw Error(fmt::format("{} {}: {}", source, name, info.detail), kExitUnsupported);
+  }
+  return name;
+}
+
 std::string side(std::int64_t value) {
   return value >= (std::int64_t{1} << 31) ? "inf" : std::to_string(value);
 }
@@ -113,21 +135,11 @@ CallOptions::CallOptions(const CallArguments& arguments) {
     throw Error(fmt::format("--softcap: got {}, want 0 or more", printable(arguments.softcap)));
   }
 
-  if (arguments.backend != "auto") {
-    const std::vector<std::string> names = backend_names();
-    if (std::find(names.begin(), names.end(), arguments.backend) == names.end()) {
-      throw Error(fmt::format("--backend: got '{}', want auto or one of: {}",
-                              printable(arguments.backend), fmt::join(names, ", ")));
-    }
-    backend = arguments.backend;
+  backend = chosen_backend(arguments.backend);
+  if (!backend.empty()) {
     options.backend = backend.c_str();
-    const fg_backend info = describe_backend(backend);
-    if (info.available == 0) {
-      throw Error(fmt::format("--backend {}: {}", backend, info.detail), kExitUnsupported);
-    }
   }
-  const char* forced = std::getenv("FLASHGRAD_BACKEND");
-  place = check::place_of(backend.empty() && forced != nullptr ? forced : backend);
+  place = check::place_of(backend);
 
   options.deterministic = arguments.deterministic ? 1 : 0;
   if (arguments.threads) {

@@ -39,7 +39,8 @@ struct CallOptions {
   CallOptions(const CallOptions&) = delete;
   CallOptions& operator=(const CallOptions&) = delete;
 
-  std::string backend;  // empty: automatic, of those that take tensors in host memory
+  // By --backend or FLASHGRAD_BACKEND; empty: automatic, of those that take tensors in host memory.
+  std::string backend;
   check::Place place = check::Place::kHost;  // where the backend takes its tensors
   bool grad_f32 = false;
   fg_options options = FG_OPTIONS_INIT;

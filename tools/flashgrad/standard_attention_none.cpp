@@ -7,7 +7,7 @@ namespace flashgrad::tool {
 std::unique_ptr<StandardAttention> make_standard_attention(const AttentionCall& /*call*/,
                                                            const fg_options& /*options*/,
                                                            std::string& reason) {
-  reason = "not built (cmake -DFLASHGRAD_BUILD_BENCHMARKS=ON, with oneDNN)";
+  reason = "not built (cmake -DFLASHGRAD_ONEDNN=ON, with oneDNN)";
   return nullptr;
 }
 

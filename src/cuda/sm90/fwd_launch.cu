@@ -110,6 +110,7 @@ FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& confi
   params.order =
       make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, config, l2_bytes));
   params.last_block_first = p.mask.right < kUnboundedFrom;
+  params.incomplete_first = sees_more_later(p.mask);
   params.out_vectors =
       reinterpret_cast<std::uintptr_t>(args.out.data) % 16 == 0 && p.head_dim_v % 8 == 0 &&
       (args.out.batch_stride | args.out.row_stride | args.out.head_stride) % 8 == 0;

@@ -40,6 +40,7 @@ struct FwdParams {
   std::uint32_t* next_work;               // 0 at launch
 
   bool last_block_first;  // the last query block sees the most keys
+  bool incomplete_first;  // of a sequence's tiles (tile_rows)
   bool out_vectors;       // rows of out can be written 16 bytes at a time
   // Behind a sequence's last key may lie anything, not only the zeros of the copy engine.
   bool clear_values;

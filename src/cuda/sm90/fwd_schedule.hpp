@@ -48,6 +48,30 @@ FG_HOST_DEVICE constexpr FwdWorkItem work_item(const FwdOrder& order, std::uint3
   return {first_unit + section * units + work % units, work / units};
 }
 
+// Whether a row sees all keys of the rows before it, and more.
+constexpr bool sees_more_later(const BandMask& mask) {
+  return mask.left >= kUnboundedFrom && mask.right < kUnboundedFrom;
+}
+
+// Query rows [begin, end) of a sequence.
+struct FwdRows {
+  std::int32_t begin, end;
+};
+
+// The rows of tile `block` of a sequence. A tile with the rows of one consumer takes more than a
+// third of the time, so the incomplete one is the first where later rows see more keys
+// (`incomplete_first`), else the last. It ends between two consumers' rows: no row's bits depend on
+// where.
+FG_HOST_DEVICE constexpr FwdRows tile_rows(std::int64_t seqlen_q, std::int32_t block_m,
+                                           std::int32_t block, bool incomplete_first) {
+  const auto rows = static_cast<std::int32_t>(seqlen_q);
+  const std::int32_t incomplete = (rows % block_m + 63) / 64 * 64;
+  const std::int32_t first = incomplete_first && incomplete > 0 ? incomplete : block_m;
+  const std::int32_t begin = block > 0 ? first + (block - 1) * block_m : 0;
+  const std::int32_t end = block > 0 ? begin + block_m : first;
+  return {begin, end < rows ? end : begin < rows ? rows : begin};
+}
+
 // Key blocks [begin, end) in three stretches: [begin, full_begin) and [full_end, end) need the
 // mask, [full_begin, full_end) does not.
 struct FwdBlocks {

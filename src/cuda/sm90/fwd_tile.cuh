@@ -53,11 +53,12 @@ __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work
   }
   const std::int32_t head_kv = head / static_cast<std::int32_t>(p.group);
   const SequenceSpan s = sequence_span(p.sequences, span);
-  const std::int32_t m_begin = static_cast<std::int32_t>(m_block) * kBlockM;
+  const auto [m_begin, m_end] =
+      tile_rows(s.band.seqlen_q, kBlockM, static_cast<std::int32_t>(m_block), p.incomplete_first);
 
   if (lane < kBlockM / 64) {
-    tile->part_blocks[lane] =
-        key_blocks<kBlockN>(s.band, m_begin + 64 * lane, m_begin + 64 * lane + 64);
+    const std::int32_t begin = min(m_begin + 64 * lane, m_end);
+    tile->part_blocks[lane] = key_blocks<kBlockN>(s.band, begin, min(begin + 64, m_end));
   }
 #pragma unroll 1
   for (int row = lane; row < kBlockM; row += 32) {
@@ -65,9 +66,9 @@ __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work
     row_keys[row] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
   }
   tile->band = s.band;
-  tile->blocks = key_blocks<kBlockN>(s.band, m_begin, m_begin + kBlockM);
+  tile->blocks = key_blocks<kBlockN>(s.band, m_begin, m_end);
   tile->m_begin = m_begin;
-  tile->num_rows = max(min(kBlockM, static_cast<std::int32_t>(s.band.seqlen_q) - m_begin), 0);
+  tile->num_rows = m_end - m_begin;
   tile->head = head;
   tile->head_kv = head_kv;
   tile->batch = static_cast<std::int32_t>(s.batch_index);
