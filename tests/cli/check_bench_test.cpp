@@ -82,6 +82,8 @@ TEST_F(Check, BadShapes) {
   expect_one_line_refusal({"check", "--shape", "sq=8", "--dtype", "f8"}, 2, "dtype");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "-1"}, 2, "--seed");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "x"}, 2, "--seed");
+  expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "9223372036854775808"}, 2,
+                          "want 0 to 9223372036854775807");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--case", "one_key"}, 2, "--case");
   expect_one_line_refusal({"check", "--causal"}, 2, "--shape");
   expect_one_line_refusal({"check", "--dtype", "f32"}, 2, "--shape");
@@ -194,6 +196,10 @@ TEST_F(Bench, RefusedOptions) {
   expect_one_line_refusal({"bench", "--suite", "no_such_suite"}, 2, "no_such_suite");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--suite", "cpu"}, 2, "--suite");
   expect_one_line_refusal({"bench", "--memory", "--suite", "cpu"}, 2, "--suite");
+  expect_one_line_refusal({"bench", "--dtype", "f32"}, 2, "--dtype: a suite's");
+  expect_one_line_refusal({"bench", "--suite", "cpu", "--causal"}, 2, "--causal: a suite's");
+  expect_one_line_refusal({"bench", "--window", "3,0"}, 2, "--window: a suite's");
+  expect_one_line_refusal({"bench", "--align", "top-left"}, 2, "--align: a suite's");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--threads", "0"}, 2, "--threads");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--json", path("no/such/folder")}, 2,
                           "can't write");

@@ -157,6 +157,9 @@ TEST_F(HostileFiles, MissingTensors) {
   }
   put_header("{}");
   expect_refused({}, 2, "no tensor 'q'");
+  // One line also where there are others to name.
+  write_input({noise("weight", "F32", {3})});
+  expect_refused({}, 2, "no tensor 'q'");
 }
 
 TEST_F(HostileFiles, OutAndLseComeAsAPair) {
@@ -175,8 +178,14 @@ TEST_F(HostileFiles, WrongDtypes) {
   expect_refused({}, 2, "q");
   write_changed({{"q", "U8", {2, 5, 4, 8}, std::vector<std::byte>(320)}});
   expect_refused({}, 2, "q: dtype U8");
-  write_changed({{"q", "F8_E4M3", {2, 5, 4, 8}, std::vector<std::byte>(320)}});
-  expect_refused({}, 3, "q: dtype F8_E4M3");
+  for (const char* dtype : {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}) {
+    write_changed({{"q", dtype, {2, 5, 4, 8}, std::vector<std::byte>(320)}});
+    expect_refused({}, 3, std::string("q: dtype ") + dtype);
+  }
+  write_changed({{"q", "F4", {2, 5, 4, 8}, std::vector<std::byte>(160)}});
+  expect_refused({}, 3, "q: dtype F4");
+  write_changed({{"scales", "F6_E2M3", {3}, std::vector<std::byte>(2)}});
+  expect_refused({}, 2, "F6_E2M3 (3) is not a whole number of bytes");
   write_changed({noise("sinks", "BF16", {4})});
   expect_refused({}, 2, "sinks");
   write_changed({noise("dlse", "BF16", {2, 4, 5})});

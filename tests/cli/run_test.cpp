@@ -109,6 +109,10 @@ TEST_F(Run, NamesWhatItDoesNotRead) {
   std::vector<FileTensor> tensors = forward_inputs("BF16");
   tensors.push_back(noise("queries", "F32", {3}));
   tensors.push_back({"flag", "BOOL", {2}, Bytes(2)});
+  // What models with weights of few bits hold beside.
+  tensors.push_back({"blocks", "F4", {3, 2}, Bytes(3)});
+  tensors.push_back({"scales", "F8_E8M0", {5}, Bytes(5)});
+  tensors.push_back({"six", "F6_E3M2", {4}, Bytes(3)});
   write_input(tensors);
   const ToolResult result = run();
   EXPECT_EQ(result.exit_status, 0);

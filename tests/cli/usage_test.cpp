@@ -93,6 +93,12 @@ TEST_F(Usage, NoSuchCommand) {
     EXPECT_TRUE(result.err.starts_with("flashgrad: ")) << result.err;
     EXPECT_EQ(result.out, "");
   }
+  EXPECT_EQ(run_tool({"walk"}).err,
+            "flashgrad: command: got 'walk', want one of: run, check, bench, plan, info "
+            "(flashgrad --help tells more)\n");
+  EXPECT_EQ(run_tool({"plan"}).err,
+            "flashgrad: command: got none, want one of: roofline, memory, schedule, simulate, "
+            "predict (flashgrad plan --help tells more)\n");
 }
 
 TEST_F(Usage, RefusedOptions) {
@@ -174,6 +180,10 @@ TEST_F(Usage, EnvironmentIsCheckedToo) {
   const ToolResult result = run({}, environment);
   EXPECT_EQ(result.exit_status, 2);
   EXPECT_NE(result.err.find("abacus"), std::string::npos) << result.err;
+  environment.variables = {"FLASHGRAD_BACKEND=reference"};
+  const ToolResult forced = run_tool({"check", "--shape", "sq=8,d=8"}, environment);
+  EXPECT_EQ(forced.out.find("cpu ("), std::string::npos) << forced.out;
+  EXPECT_NE(forced.out.find("1 passed"), std::string::npos) << forced.out;
   environment.variables = {"FLASHGRAD_CPU_ISA=mmx"};
   for (const std::vector<std::string>& arguments :
        {std::vector<std::string>{"run", "--input", path("in"), "--output", path("out")},

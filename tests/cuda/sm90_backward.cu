@@ -290,8 +290,8 @@ bool run_case(Case c, int room, std::vector<unsigned char> (&gradients)[3]) {
   std::string wrong;
   const Status supported = sm90_backend.supports(p, Pass::kBackward);
   if (!supported.ok()) {
-    std::printf("%-28s refused: %s\n", c.name, supported.message.c_str());
-    return true;
+    std::printf("%-28s FAIL refused: %s\n", c.name, supported.message.c_str());
+    return false;
   }
   const WorkspaceSize workspace_size = sm90_backend.workspace_size(p, Pass::kBackward);
   args.workspace_bytes =
@@ -410,16 +410,18 @@ int main(int argc, char** argv) {
   }
   if (mode == "check") {
     int failures = 0;
-    for (Case& c : cases()) {
+    int count = 0;
+    for (const Case& c : cases()) {
       if ((argc > 2 && std::string(c.name).find(argv[2]) == std::string::npos) ||
           (argc > 3 && std::max(c.p.head_dim, c.p.head_dim_v) < std::atoi(argv[3])) ||
           (argc > 4 && std::max(c.p.head_dim, c.p.head_dim_v) > std::atoi(argv[4]))) {
         continue;
       }
       failures += run_with_workspaces(c);
+      ++count;
     }
-    std::printf("%d failures\n", failures);
-    return failures == 0 ? 0 : 1;
+    std::printf("%d cases, %d failures\n", count, failures);
+    return failures == 0 && count > 0 ? 0 : 1;
   }
   if (mode == "bench") {
     // d, seqlen / 1024, mask (0 full, 1 causal, w1024 a window to the left), heads_q, heads_kv [,

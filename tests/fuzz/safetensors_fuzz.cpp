@@ -16,16 +16,16 @@ void require_sound(const std::vector<flashgrad::tool::TensorEntry>& entries,
                    std::uint64_t data_bytes) {
   std::uint64_t covered = 0;
   for (const flashgrad::tool::TensorEntry& entry : entries) {
-    unsigned __int128 bytes = static_cast<unsigned>(flashgrad::tool::element_bytes(entry.dtype));
+    unsigned __int128 bits = static_cast<unsigned>(flashgrad::tool::element_bits(entry.dtype));
     for (const std::int64_t extent : entry.shape) {
       if (extent < 0) {
         std::abort();
       }
-      // No wider than 2^64 before, so the product fits 128 bits.
-      bytes =
-          bytes > data_bytes && extent != 0 ? bytes : bytes * static_cast<std::uint64_t>(extent);
+      // At most 8 * data_bytes before, so the product fits 128 bits.
+      bits =
+          bits > 8 * data_bytes && extent != 0 ? bits : bits * static_cast<std::uint64_t>(extent);
     }
-    if (entry.begin != covered || entry.end - entry.begin != bytes) {
+    if (entry.begin != covered || 8 * (entry.end - entry.begin) != bits) {
       std::abort();
     }
     covered = entry.end;

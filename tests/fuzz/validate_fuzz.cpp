@@ -173,7 +173,6 @@ class Builder {
     for (std::size_t k = 0; k < sizes.size(); ++k) {
       const std::int64_t extent = (sizes[k] - 1) * strides[k];
       (extent < 0 ? low : high) += sizes[k] > 1 ? extent : 0;
-      high = sizes[k] == 0 ? low : high;
     }
     if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
       low = high = 0;
@@ -288,7 +287,7 @@ fg_tensors make_tensors(Builder& b, const Dims& d, Make&& make) {
   return t;
 }
 
-// What both queries promise. Returns the preferred size, or 0 if the call is refused.
+// What both queries promise. Returns their status.
 fg_status ask(fg_pass pass, const fg_tensors& t, const fg_options& o, std::size_t* minimum,
               std::size_t* preferred) {
   const char* backend = nullptr;

@@ -73,6 +73,19 @@ TEST(CApi, ForwardHasNoNeedOfOptionsAndTellsWhoRuns) {
   EXPECT_EQ(fg_supports(FG_FORWARD, &tensors, nullptr, nullptr), FG_OK);
 }
 
+// A backend that the build leaves out is told apart from one that does not exist.
+TEST(CApi, TheBackendsAreTheSameInEveryBuild) {
+  EXPECT_EQ(backend_names(), (std::vector<std::string>{"sm90", "cpu", "reference"}));
+  TestCall call(Layout::kFixed);
+  const fg_tensors tensors = call.assemble();
+  call.options.backend = "sm90";
+  EXPECT_EQ(fg_supports(FG_FORWARD, &tensors, &call.options, nullptr), FG_UNSUPPORTED);
+  EXPECT_TRUE(mentions(fg_last_error(), "no backend serves this call: sm90: ")) << fg_last_error();
+  fg_backend info = FG_BACKEND_INIT;
+  ASSERT_EQ(fg_backend_info(0, &info), FG_OK);
+  EXPECT_STRNE(info.detail, "");
+}
+
 TEST(CApi, EveryBackendCanBeAskedForByName) {
   TestCall call(Layout::kPacked);
   const fg_tensors tensors = call.assemble();

@@ -45,7 +45,7 @@ check::Rows whole(const HostTensor& tensor) { return {tensor.buffer.size(), tens
 DLDataType dl_dtype(const std::string& tensor_name, std::string_view dtype) {
   const bool wants_integers = tensor_name.starts_with("cu_") ||
                               tensor_name.starts_with("seqused_") || tensor_name == "q_offset";
-  const auto bits = static_cast<std::uint8_t>(8 * element_bytes(dtype));
+  const auto bits = static_cast<std::uint8_t>(element_bits(dtype));
   if (wants_integers && (dtype == "I32" || dtype == "I64")) {
     return {kDLInt, bits, 1};
   }
@@ -57,7 +57,7 @@ DLDataType dl_dtype(const std::string& tensor_name, std::string_view dtype) {
   }
   throw Error(fmt::format("{}: dtype {}, want {}", tensor_name, dtype,
                           wants_integers ? "I32 (q_offset: I64)" : "BF16, F16, F32 or F64"),
-              !wants_integers && dtype.starts_with("F8") ? kExitUnsupported : kExitBadInput);
+              !wants_integers && dtype.starts_with("F") ? kExitUnsupported : kExitBadInput);
 }
 
 HostTensor make_tensor(std::string name, std::string dtype, std::vector<std::int64_t> shape) {

@@ -287,10 +287,28 @@ ordered_json run_suite(const std::vector<check::Case>& cases, const CallOptions&
   return rows;
 }
 
+// The shapes of a suite have dtypes and masks of their own; these would change nothing.
+void refuse_what_suites_have(const BenchArguments& arguments) {
+  const CallArguments defaults;
+  const char* option = arguments.dtype                          ? "--dtype"
+                       : arguments.call.causal                  ? "--causal"
+                       : arguments.call.window                  ? "--window"
+                       : arguments.call.align != defaults.align ? "--align"
+                                                                : nullptr;
+  if (option != nullptr) {
+    throw Error(
+        fmt::format("{}: a suite's shapes have their own; want --shape or --memory", option));
+  }
+}
+
 }  // namespace
 
 int bench_command(const BenchArguments& arguments) {
   const CallOptions call_options(arguments.call);
+  if (!arguments.shape && !arguments.memory) {
+    refuse_what_suites_have(arguments);
+  }
+  const std::string dtype = arguments.dtype.value_or("bf16");
   const int num_threads = call_options.options.num_threads > 0 ? call_options.options.num_threads
                                                                : omp_get_max_threads();
   // The library takes the number per call; the baseline and the peak loops take OpenMP's.
@@ -305,7 +323,7 @@ int bench_command(const BenchArguments& arguments) {
   constexpr std::uint64_t kSeed = 1;
   std::vector<check::Case> cases;
   if (arguments.shape) {
-    cases.push_back(shape_case(*arguments.shape, arguments.dtype, kSeed, call_options));
+    cases.push_back(shape_case(*arguments.shape, dtype, kSeed, call_options));
   } else if (!arguments.memory) {
     cases = load_suite(arguments.suite);
   }
@@ -325,7 +343,7 @@ int bench_command(const BenchArguments& arguments) {
                     report["bf16_peak"]["instruction"].get<std::string>()));
   }
   if (arguments.memory) {
-    report["memory"] = bench_memory(arguments.dtype, call_options);
+    report["memory"] = bench_memory(dtype, call_options);
   } else {
     report["rows"] = run_suite(cases, call_options);
   }

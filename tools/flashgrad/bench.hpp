@@ -13,7 +13,7 @@ struct BenchArguments {
   CallArguments call;
   std::string suite = "cpu";
   std::optional<std::string> shape;
-  std::string dtype = "bf16";
+  std::optional<std::string> dtype;  // of shape and memory; bf16 without
   std::optional<std::string> json;
   bool memory = false;
 };

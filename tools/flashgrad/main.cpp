@@ -11,7 +11,9 @@
 #include <iostream>
 #include <new>
 #include <sstream>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "bench.hpp"
 #include "bench_suites.hpp"
@@ -93,22 +95,36 @@ void add_bench(CLI::App& app, BenchArguments& arguments) {
       ->disable_flag_override()
       ->excludes(shape)
       ->excludes(suite);
-  bench->add_option("--dtype", arguments.dtype, "Of --shape and --memory: f32, bf16, f16")
-      ->type_name("DTYPE")
-      ->capture_default_str();
+  bench
+      ->add_option("--dtype", arguments.dtype,
+                   "Of --shape and --memory: f32, bf16 (default), f16 (f64: reference)")
+      ->type_name("DTYPE");
   bench->add_option("--json", arguments.json, "Also write the results to this file")
       ->type_name("FILE");
   add_call_options(*bench, arguments.call);
 }
 
-// "flashgrad plan memory", as far as subcommands were named.
-std::string command_of(const CLI::App& app) {
+// What was wrong with the arguments, and the command whose --help tells more, "flashgrad plan
+// memory", as far as subcommands were named.
+std::string describe_usage_error(const CLI::App& app, const CLI::ParseError& error) {
   std::string command = app.get_name();
-  for (const CLI::App* deepest = &app; !deepest->get_subcommands().empty();) {
+  const CLI::App* deepest = &app;
+  while (!deepest->get_subcommands().empty()) {
     deepest = deepest->get_subcommands().back();
     command += " " + deepest->get_name();
   }
-  return command;
+  std::vector<std::string> names;  // of which one is needed here
+  for (const CLI::App* subcommand : deepest->get_subcommands(nullptr)) {
+    names.push_back(subcommand->get_name());
+  }
+  std::string what = printable(error.what(), 400);
+  if (!names.empty() && error.get_name() == "RequiredError") {
+    const std::vector<std::string> got = deepest->remaining();
+    what = fmt::format("command: got {}, want one of: {}",
+                       got.empty() ? "none" : "'" + printable(got.front()) + "'",
+                       fmt::join(names, ", "));
+  }
+  return fmt::format("{} ({} --help tells more)", what, command);
 }
 
 // CLI11 takes "--causal=" for "--causal".
@@ -145,8 +161,7 @@ int dispatch(int argc, char** argv) {
       print_out(text.str());
       return exit_status;
     }
-    throw Error(
-        fmt::format("{} ({} --help tells more)", printable(error.what(), 400), command_of(app)));
+    throw Error(describe_usage_error(app, error));
   }
   if (info->parsed()) {
     return info_command();

@@ -35,7 +35,17 @@ struct Pass {
 };
 
 // A file may hold a whole model; more names than this would push what matters off the screen.
-constexpr std::int64_t kMaxNamesNoted = 8;
+constexpr std::size_t kMaxNamesNoted = 8;
+
+void note_unread(const std::vector<std::string>& names) {
+  for (std::size_t n = 0; n < std::min(names.size(), kMaxNamesNoted); ++n) {
+    note(
+        fmt::format("tensor '{}' is not one of run's inputs and is not read", printable(names[n])));
+  }
+  if (names.size() > kMaxNamesNoted) {
+    note(fmt::format("{} more tensors are not read", names.size() - kMaxNamesNoted));
+  }
+}
 
 // The inputs that the file has. Every other tensor in it is named and left alone.
 AttentionCall load_call(const std::string& path) {
@@ -60,22 +70,16 @@ AttentionCall load_call(const std::string& path) {
                                      {"q_offset", &call.q_offset}}};
 
   std::uint64_t total_bytes = 0;
-  std::int64_t num_unread = 0;
+  std::vector<std::string> unread;
   for (const TensorEntry& entry : file.entries()) {
     const auto* const slot =
         std::find_if(all.begin(), all.end(), [&](const Slot& s) { return entry.name == s.name; });
     if (slot == all.end()) {
-      if (num_unread++ < kMaxNamesNoted) {
-        note(fmt::format("tensor '{}' is not one of run's inputs and is not read",
-                         printable(entry.name)));
-      }
+      unread.push_back(entry.name);
       continue;
     }
     dl_dtype(entry.name, entry.dtype);  // refuses what attention can't take
     total_bytes += entry.end - entry.begin;
-  }
-  if (num_unread > kMaxNamesNoted) {
-    note(fmt::format("{} more tensors are not read", num_unread - kMaxNamesNoted));
   }
   require_memory(static_cast<double>(total_bytes));
   for (const Slot& slot : all) {
@@ -95,6 +99,7 @@ AttentionCall load_call(const std::string& path) {
     throw Error(fmt::format("{}: {} without {}; want both or neither", printable(path),
                             call.out.given() ? "out" : "lse", call.out.given() ? "lse" : "out"));
   }
+  note_unread(unread);
   return call;
 }
 

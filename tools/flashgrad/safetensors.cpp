@@ -214,16 +214,16 @@ class HeaderHandler : public nlohmann::json_sax<json> {
   std::vector<TensorEntry> entries_;
 };
 
-// Elements times their size; throws if it does not fit 63 bits. A dimension of 0 does not excuse
-// the others.
+// The bytes of the elements; throws if their bits do not fit 63 bits or are no whole bytes. A
+// dimension of 0 does not excuse the others.
 std::uint64_t checked_bytes(const TensorEntry& entry) {
-  const int bytes = element_bytes(entry.dtype);
-  if (bytes == 0) {
+  const int bits = element_bits(entry.dtype);
+  if (bits == 0) {
     throw Error(tensor_message(
         entry.name, fmt::format("'{}' is not a dtype of the format", printable(entry.dtype))));
   }
   bool empty = false;
-  std::int64_t product = bytes;
+  std::int64_t product = bits;
   for (const std::int64_t extent : entry.shape) {
     empty |= extent == 0;
     if (extent != 0 && __builtin_mul_overflow(product, extent, &product)) {
@@ -231,7 +231,14 @@ std::uint64_t checked_bytes(const TensorEntry& entry) {
           entry.name, fmt::format("the product of shape {} overflows", format_shape(entry.shape))));
     }
   }
-  return empty ? 0 : static_cast<std::uint64_t>(product);
+  if (empty) {
+    return 0;
+  }
+  if (product % 8 != 0) {
+    throw Error(tensor_message(entry.name, fmt::format("{} {} is not a whole number of bytes",
+                                                       entry.dtype, format_shape(entry.shape))));
+  }
+  return static_cast<std::uint64_t>(product / 8);
 }
 
 [[noreturn]] void throw_errno(const std::string& path, std::string_view action) {
@@ -261,23 +268,13 @@ void read_exactly(int fd, const std::string& path, std::byte* to, std::uint64_t 
 
 }  // namespace
 
-int element_bytes(std::string_view dtype) {
-  static constexpr std::array<std::pair<std::string_view, int>, 16> kDtypes = {{{"BOOL", 1},
-                                                                                {"U8", 1},
-                                                                                {"I8", 1},
-                                                                                {"F8_E5M2", 1},
-                                                                                {"F8_E4M3", 1},
-                                                                                {"I16", 2},
-                                                                                {"U16", 2},
-                                                                                {"F16", 2},
-                                                                                {"BF16", 2},
-                                                                                {"I32", 4},
-                                                                                {"U32", 4},
-                                                                                {"F32", 4},
-                                                                                {"C64", 8},
-                                                                                {"F64", 8},
-                                                                                {"I64", 8},
-                                                                                {"U64", 8}}};
+int element_bits(std::string_view dtype) {
+  static constexpr std::array<std::pair<std::string_view, int>, 22> kDtypes = {
+      {{"BOOL", 8},        {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"U8", 8},
+       {"I8", 8},          {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8},
+       {"F8_E5M2FNUZ", 8}, {"I16", 16},    {"U16", 16},    {"F16", 16},    {"BF16", 16},
+       {"I32", 32},        {"U32", 32},    {"F32", 32},    {"C64", 64},    {"F64", 64},
+       {"I64", 64},        {"U64", 64}}};
   const auto* const it = std::find_if(kDtypes.begin(), kDtypes.end(),
                                       [&](const auto& entry) { return entry.first == dtype; });
   return it == kDtypes.end() ? 0 : it->second;

@@ -26,8 +26,12 @@ struct TensorEntry {
   std::uint64_t end = 0;
 };
 
-// Bytes of an element of a safetensors dtype; 0 if there is no such dtype.
-int element_bytes(std::string_view dtype);
+// Bits of an element of a safetensors dtype; 0 if there is no such dtype. Those of less than a byte
+// lie packed.
+int element_bits(std::string_view dtype);
+
+// Bytes of an element of a dtype of whole bytes, as all are that attention takes.
+inline int element_bytes(std::string_view dtype) { return element_bits(dtype) / 8; }
 
 // "(1, 512, 12, 32)".
 std::string format_shape(std::span<const std::int64_t> shape);

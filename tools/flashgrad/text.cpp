@@ -73,8 +73,10 @@ std::int64_t parse_integer(std::string_view text, const std::string& what, std::
     throw Error(fmt::format("{}: got '{}', want a whole number", what, printable(text)));
   }
   if (error == std::errc::result_out_of_range || value < minimum || value > maximum) {
-    const std::string wanted = maximum == INT64_MAX ? fmt::format("{} or more", minimum)
-                                                    : fmt::format("{} to {}", minimum, maximum);
+    const bool too_small = text.starts_with('-') || (error == std::errc() && value < minimum);
+    const std::string wanted = too_small && maximum == INT64_MAX
+                                   ? fmt::format("{} or more", minimum)
+                                   : fmt::format("{} to {}", minimum, maximum);
     throw Error(fmt::format("{}: got {}, want {}", what, printable(text), wanted));
   }
   return value;

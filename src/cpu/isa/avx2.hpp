@@ -69,8 +69,9 @@ struct Avx2 {
   FG_INLINE Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
   FG_INLINE Vec keep(Mask m, Vec x) { return _mm256_and_ps(m, x); }
   FG_INLINE Vec select(Mask m, Vec a, Vec b) { return _mm256_blendv_ps(b, a, m); }
-  FG_INLINE bool any(Mask m) { return _mm256_movemask_ps(m) != 0; }
-  FG_INLINE bool any_nan(Vec x) { return any(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)); }
+  FG_INLINE bool any_nan(Vec x) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0;
+  }
   FG_INLINE float reduce_add(Vec x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

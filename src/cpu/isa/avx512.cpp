@@ -2,9 +2,7 @@
 // The algorithm for AVX-512 (F, BW, DQ, VL).
 #include "cpu/isa/avx512.hpp"
 
-#include "cpu/backward.hpp"
-#include "cpu/dispatch.hpp"
-#include "cpu/forward.hpp"
+#include "cpu/isa/kernels.hpp"
 
 namespace flashgrad::cpu {
 namespace {
@@ -17,13 +15,8 @@ struct Avx512Forward : Avx512 {
   static constexpr int kVecs = 2;
 };
 
-WorkspaceSize workspace_size(const Problem& p, Pass pass) {
-  return pass == Pass::kForward ? forward_workspace<Avx512Forward>(p)
-                                : backward_workspace<Avx512>(p);
-}
-
 }  // namespace
 
-const Kernels kAvx512Kernels = {workspace_size, forward<Avx512Forward>, backward<Avx512>};
+const Kernels kAvx512Kernels = make_kernels<Avx512Forward, Avx512>();
 
 }  // namespace flashgrad::cpu

@@ -59,7 +59,6 @@ struct Avx512Base {
   FG_INLINE Mask both(Mask a, Mask b) { return static_cast<Mask>(a & b); }
   FG_INLINE Vec keep(Mask m, Vec x) { return _mm512_maskz_mov_ps(m, x); }
   FG_INLINE Vec select(Mask m, Vec a, Vec b) { return _mm512_mask_blend_ps(m, b, a); }
-  FG_INLINE bool any(Mask m) { return m != 0; }
   FG_INLINE bool any_nan(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
   FG_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
 

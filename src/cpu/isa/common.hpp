@@ -27,7 +27,7 @@
 // | lane_mask(begin, end) | lanes l with begin <= l < end; any integers |
 // | not_equal(a, b) less(a, b) both(m, n) | masks: a != b (true where one is NaN); a < b; m and n |
 // | keep(m, x) select(m, a, b) | m ? x : 0; m ? a : b |
-// | any(m) any_nan(x) reduce_add(x) | over the lanes, in a fixed order |
+// | any_nan(x) reduce_add(x) | over the lanes, the sum in a fixed order |
 // | load_as<DType>(p) store_as<DType>(p, v) | kLanes elements, converted, to nearest even |
 // | load_units store_units broadcast(u) | |
 // | multiply_add(acc, a, b) | acc + a * b, or acc + a.lo * b.lo + a.hi * b.hi |

@@ -59,8 +59,8 @@ struct Generic {
   }
   FG_INLINE Vec max(Vec a, Vec b) { return select(less(b, a), a, b); }
   FG_INLINE Vec min_zero(Vec x) { return select(less(zero(), x), zero(), x); }
-  // 1.5 * 2^23 leaves no fraction bits; from 2^22 on a float that matters here (|x| < 2^22) does
-  // not occur, so larger ones stay.
+  // Adding 1.5 * 2^23 leaves no fraction bits. From 2^22 on x stays as it is, also with a fraction:
+  // exp2, the only user, gives 0 or infinity there either way.
   FG_INLINE Vec round(Vec x) {
     const Vec magic = copy_sign(set1(0x1.8p23F), x);
     const Vec sum = x + magic;
@@ -92,8 +92,10 @@ struct Generic {
   FG_INLINE Mask both(Mask a, Mask b) { return a & b; }
   FG_INLINE Vec keep(Mask m, Vec x) { return (Vec)(m & (Mask)x); }
   FG_INLINE Vec select(Mask m, Vec a, Vec b) { return (Vec)((m & (Mask)a) | (~m & (Mask)b)); }
-  FG_INLINE bool any(Mask m) { return (m[0] | m[1] | m[2] | m[3]) != 0; }
-  FG_INLINE bool any_nan(Vec x) { return any(x != x); }
+  FG_INLINE bool any_nan(Vec x) {
+    const Mask nan = x != x;
+    return (nan[0] | nan[1] | nan[2] | nan[3]) != 0;
+  }
   FG_INLINE float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
   template <DType kType>
