@@ -130,16 +130,14 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   int seen_begin = 0;
   int seen_count = 0;
   if constexpr (C.skips_hidden()) {
-    seen_begin = __shfl_sync(0xffffffffU,
-                             (tile.seen_begin[consumer] - tile.m_begin) * steps_per_block, 0);
-    seen_count = __shfl_sync(
-        0xffffffffU, (tile.seen_end[consumer] - tile.seen_begin[consumer]) * steps_per_block, 0);
+    seen_begin = __shfl_sync(0xffffffffU, tile.seen_begin[consumer] - tile.m_begin, 0);
+    seen_count = __shfl_sync(0xffffffffU, tile.seen_end[consumer] - tile.seen_begin[consumer], 0);
   }
   // Whether some of the consumer's keys are seen where `left` is `at`.
   const auto is_seen = [&](int at) {
     return static_cast<unsigned>(at - seen_begin) < static_cast<unsigned>(seen_count);
   };
-  const auto left_after = [&] { return !C.ordered && left == 0 ? top : left - 1; };
+  const auto left_after = [&] { return left == 0 ? top : left - 1; };
   const auto announce_ds = [&](std::uint32_t ds_address) {
     ptx::fence_proxy_async();
     __syncwarp();
@@ -155,7 +153,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     arrive(shared.ds_full(ds_ring.stage()));
     ds_ring.advance();
   };
-  // Else the old ones would stay in registers where no new ones are made.
+  // Where no S is made: else ptxas would keep the registers of the old one, beside dP, and spill.
   const auto forget_s = [&] {
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
@@ -295,7 +293,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       load_next_lse();
     }
 
-    // (6), and (1) of the next block; after the last step on a stale stage, unused.
+    // (6), and (1) of the next block, unless it is hidden; without skips_hidden() after the last
+    // step on a stale stage, unused.
     token_wait();
     ptx::wgmma_fence();
     tile::gemm_registers<kD, kBlockM, T, QTile>(dk[x], rds, desc_q_mn + stage);
@@ -395,10 +394,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         if constexpr (kBlocks == 2) {
           block.template operator()<1>();
         }
-      } else {
-        if constexpr (C.skips_hidden()) {
-          hidden_block();
-        }
+      } else if constexpr (C.skips_hidden()) {
+        hidden_block();
       }
       --left;
       if (!C.ordered && left < 0) {

@@ -155,8 +155,8 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int q) {
   }
 }
 
-// As store_rows, but through no shared memory, whatever the dtype: lanes exchange what makes 16 bytes
-// of a row, and nobody is waited for.
+// As store_rows, but through no shared memory, whatever the dtype: lanes exchange what makes 16
+// bytes of a row, and nobody is waited for.
 template <int kColumns, class T>
 __device__ __forceinline__ void store_registers(const float (&d)[kColumns / 2], float factor,
                                                 const OutputRows& rows, int thread) {

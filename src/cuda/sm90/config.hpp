@@ -35,7 +35,8 @@ struct BwdConfig {
   // Tiles prepare and finish other units too (unit_pipeline.hpp); softcap needs the registers.
   constexpr bool serves_units() const { return !ordered && !softcap; }
 
-  // A consumer leaves out the query blocks that see none of its keys: H200, TODO.
+  // A consumer leaves out the query blocks that see none of its keys. With two key blocks each has
+  // keys to the end of the tile; ordered, ptxas serialises the products (C7512).
   constexpr bool skips_hidden() const { return !ordered && !softcap && key_blocks == 1; }
 
   static constexpr int kConsumers = 2;
