@@ -80,13 +80,6 @@ void RoleWriter::product(const std::string& name, const std::vector<Access>& acc
        0});
 }
 
-Matrix scaled(Matrix matrix, float factor) {
-  for (float& value : matrix.values) {
-    value *= factor;
-  }
-  return matrix;
-}
-
 void RoleWriter::store_scaled(const Access& sum, View stage, const View& rows, float factor) {
   const int columns = sum.view.columns / 2;
   stage.stride = columns * 4;
@@ -99,7 +92,11 @@ void RoleWriter::store_scaled(const Access& sum, View stage, const View& rows, f
     const Access staged{stage, sum.value, 2 * sum.step + half};
     compute(sum.value, {{part(sum.view), sum.value, sum.step}}, {staged},
             [factor](const std::vector<Matrix>& in) {
-              return std::vector<Matrix>{scaled(in[0], factor)};
+              Matrix scaled = in[0];
+              for (float& value : scaled.values) {
+                value *= factor;
+              }
+              return std::vector<Matrix>{scaled};
             });
     compute(sum.value, {staged}, {{part(rows), "result", 0}});
   }

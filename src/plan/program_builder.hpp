@@ -157,9 +157,6 @@ class RoleWriter {
   int step_ = 0;
 };
 
-// `factor` times a matrix.
-Matrix scaled(Matrix matrix, float factor);
-
 // Rows [row, row + rows) and columns of a tensor in global memory, as the caller left it.
 Access global_input(const HeadData& data, GlobalTensor tensor, int row, int rows, int column,
                     int columns);

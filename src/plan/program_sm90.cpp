@@ -54,7 +54,7 @@ class Sm90 {
  private:
   // Of one CTA; a vector has one for each stage.
   struct Barriers {
-    int k_full, v_full;
+    int k_full, v_full, done;
     std::vector<int> q_full, q_empty, do_full, do_empty, ds_full, ds_empty, peer_ds_full,
         peer_ds_empty;
   };
@@ -73,6 +73,7 @@ class Sm90 {
     Barriers b;
     b.k_full = build_.barrier("k_full", cta, c_.cluster);
     b.v_full = build_.barrier("v_full", cta, 1);
+    b.done = build_.barrier("done", cta, 1);
     b.q_full = ring("q_full", c_.q_stages, parts);
     b.q_empty = ring("q_empty", c_.q_stages, kConsumers * c_.cluster);
     b.do_full = ring("do_full", c_.do_stages, parts);
@@ -199,6 +200,7 @@ class Sm90 {
         write_dq_alone(role, cta, step, sum);
       }
     }
+    role.arrive({b.done});
   }
 
   void add_dq(RoleWriter& role, const View& sum, int step, int version, int column) {
@@ -351,22 +353,21 @@ class Sm90 {
       }
       role.wait_products(0);
     }
+    role.wait(b.done, 0);
     for (int x = 0; x < blocks; ++x) {
       const auto block = static_cast<std::size_t>(x);
-      store_rows(role, "dV", dv[block], kGlobalDv, key(cta) + row(x), 1);
-      store_rows(role, "dK", dk[block], kGlobalDk, key(cta) + row(x), data_.scale);
+      store_rows(role, "dV", dv[block], v(cta).part(row(x), 64, 0, d_), kGlobalDv,
+                 key(cta) + row(x), 1);
+      store_rows(role, "dK", dk[block], k(cta).part(row(x), 64, 0, d_), kGlobalDk,
+                 key(cta) + row(x), data_.scale);
     }
   }
 
-  // From the registers.
-  void store_rows(RoleWriter& role, const char* name, const View& registers, GlobalTensor tensor,
-                  int first_row, float factor) {
+  // Through the shared memory that the operand's own rows leave.
+  void store_rows(RoleWriter& role, const char* name, const View& registers, const View& place,
+                  GlobalTensor tensor, int first_row, float factor) {
     const View all{"global memory", Store::kGlobal, tensor, 0, d_ * 4, 0, 0, Element::kF32};
-    role.compute(name, {{registers, name, steps_ - 1}},
-                 {{all.part(first_row, 64, 0, d_), "result", 0}},
-                 [factor](const std::vector<Matrix>& in) {
-                   return std::vector<Matrix>{scaled(in[0], factor)};
-                 });
+    role.store_scaled({registers, name, steps_ - 1}, place, all.part(first_row, 64, 0, d_), factor);
   }
 
   // Steps that are loaded before they are needed (bwd_dq.cuh).

@@ -410,15 +410,33 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   // Both afresh, so that the loop needs no registers for them.
   const int end_thread = ptx::thread_index() % 128;
   const int end_consumer = __shfl_sync(0xffffffffU, ptx::thread_index() / 128, 0) - 1;
-#pragma unroll
-  for (int x = 0; x < kBlocks; ++x) {
-    const int key = 128 * x + 64 * end_consumer;
+  if constexpr (C.skips_hidden()) {
+    const int key = 64 * end_consumer;
     if (p.dv) {
-      store_registers<kD, T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v), end_thread);
+      store_registers<kD, T>(dv[0], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v), end_thread);
     }
     if (p.dk) {
-      store_registers<kD, T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
+      store_registers<kD, T>(dk[0], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
                              end_thread);
+    }
+  } else {
+    // dv goes through this consumer's own rows of V; K is still read by the dq warpgroup.
+#pragma unroll
+    for (int x = 0; x < kBlocks; ++x) {
+      const int key = 128 * x + 64 * end_consumer;
+      if (p.dv) {
+        store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
+                                       shared.v(), key, 3 + end_consumer, end_thread);
+      }
+    }
+    ptx::mbarrier_wait(shared.done(), 0);
+#pragma unroll
+    for (int x = 0; x < kBlocks; ++x) {
+      const int key = 128 * x + 64 * end_consumer;
+      if (p.dk) {
+        store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
+                                       shared.k(), key, 3 + end_consumer, end_thread);
+      }
     }
   }
 }

@@ -94,7 +94,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   // is no register for that.
   const auto pass_turn = [&](int step) {
     if (C.ordered && adds && slot_before >= 0) {
-      ptx::named_barrier_sync<128>(3);
+      ptx::named_barrier_sync<128>(5);
       if (warp == (C.cluster == 1 ? 2 + step % 2 : 3) && lane == 0) {
         ptx::store_release(p.order.counters + 2 * slot_before + rank,
                            static_cast<std::uint32_t>(turn_before + 1));
@@ -239,6 +239,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   pass_turn(tile.num_steps);
+  if (lane == 0) {
+    ptx::mbarrier_arrive(shared.done());
+  }
   if constexpr (C.ordered) {
     if (adds) {
       finish_dq<C, T>(p, shared_tile, rank, warp, lane);

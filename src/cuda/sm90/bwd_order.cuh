@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_packed(PackedRows<kColumns>& x, const Tens
     for (int k = 0; k < kColumns / 32; ++k) {
       transpose_quad(x[half][k], q);
       if (r + 8 * half < count) {
-        __stcs(out + 4 * k, make_uint4(x[half][k][0], x[half][k][1], x[half][k][2], x[half][k][3]));
+        out[4 * k] = make_uint4(x[half][k][0], x[half][k][1], x[half][k][2], x[half][k][3]);
       }
     }
     out += dq.row_stride;  // 8 rows

@@ -50,10 +50,11 @@ struct BwdShared {
   __device__ std::uint32_t barrier(int i) const { return base + C.barrier_offset() + 8 * i; }
   __device__ std::uint32_t k_full() const { return barrier(0); }
   __device__ std::uint32_t v_full() const { return barrier(1); }
-  __device__ std::uint32_t kv_landing() const { return barrier(2); }
-  __device__ std::uint32_t q_landing() const { return barrier(3); }
-  __device__ std::uint32_t do_landing() const { return barrier(4); }
-  static constexpr int kQ = 5;
+  __device__ std::uint32_t done() const { return barrier(2); }
+  __device__ std::uint32_t kv_landing() const { return barrier(3); }
+  __device__ std::uint32_t q_landing() const { return barrier(4); }
+  __device__ std::uint32_t do_landing() const { return barrier(5); }
+  static constexpr int kQ = 6;
   static constexpr int kDo = kQ + 2 * C.q_stages;
   static constexpr int kDs = kDo + 2 * C.do_stages;
   static constexpr int kPeerDs = kDs + 2 * C.ds_stages;
@@ -72,6 +73,7 @@ struct BwdShared {
     constexpr int kConsumerWarps = 4 * BwdConfig::kConsumers;
     ptx::mbarrier_init(k_full(), C.cluster);
     ptx::mbarrier_init(v_full(), 1);
+    ptx::mbarrier_init(done(), 4);
     ptx::mbarrier_init(kv_landing(), 1);
     ptx::mbarrier_init(q_landing(), 1);
     ptx::mbarrier_init(do_landing(), 1);
