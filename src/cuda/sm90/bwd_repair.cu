@@ -2,7 +2,7 @@
 // A product of tiles multiplies what the band hides by 0, and 0 * NaN is NaN. So a NaN in a visible
 // row of q or dout, or in a key, spreads to rows and keys of its tile that do not see it. Here one
 // warp a row, or key, computes such gradients anew, of nothing but what is visible. prepare marks
-// the query blocks that hold a NaN at all; a head without one costs a look at its marks.
+// the query blocks that hold a NaN at all; one without costs a look at its mark.
 //
 // What sees a NaN stays NaN, and is told without computing it: by the row statistics, since lse is
 // NaN where q or a visible key is, and delta where dout or a visible v is.
@@ -232,6 +232,35 @@ __device__ __forceinline__ void repair_key(const BwdRepairParams& p, const Part&
   }
 }
 
+// The part that query block number `block` of the row statistics belongs to.
+__device__ __forceinline__ Part part_of_block(const BwdRepairParams& p, std::int64_t head,
+                                              std::int64_t block) {
+  const Sequences& s = p.sequences;
+  const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
+  return {.sequence = sequence_span(s, span),
+          .first_block = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM),
+          .head_kv = head / p.group};
+}
+
+__device__ __forceinline__ bool has_nan(const BwdRepairParams& p, std::int64_t mark) {
+  return (__ldcg(p.rows.unreadable + mark) & kHasNan) != 0;
+}
+
+// Whether `mark` is the first of its part's marks that says NaN. The whole CTA.
+__device__ __forceinline__ bool is_first(const BwdRepairParams& p, const Part& part,
+                                         std::int64_t mark) {
+  const std::int64_t num_blocks = (part.sequence.band.seqlen_q + kBlockM - 1) / kBlockM;
+  bool earlier = false;
+  for (std::int64_t i = threadIdx.x; i < p.group * num_blocks; i += kThreads) {
+    const std::int64_t head = part.head_kv * p.group + i / num_blocks;
+    const std::int64_t at = head * p.rows.num_blocks + part.first_block + i % num_blocks;
+    earlier |= at < mark && has_nan(p, at);
+  }
+  return __syncthreads_or(static_cast<int>(earlier)) == 0;
+}
+
+// A CTA looks at 32 marks at a time, each warp at all of them, and repairs the parts whose first
+// mark it finds. Mostly it finds none.
 template <bool kSoftcap, class T>
 __global__ void __launch_bounds__(kThreads, 1)
     bwd_repair(const __grid_constant__ BwdRepairParams p) {
@@ -239,38 +268,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (waited) {
     ptx::grid_dependency_wait();
   }
-  const Sequences& s = p.sequences;
   const std::int64_t warp = threadIdx.x / 32;
+  const std::int64_t num_marks = p.heads_kv * p.group * p.rows.num_blocks;
 #pragma unroll 1
-  for (std::int64_t n = blockIdx.x; n < s.batch * p.heads_kv; n += gridDim.x) {
-    const std::int64_t span = n / p.heads_kv + (s.packed() ? 1 : 0);
-    const Part part{.sequence = sequence_span(s, span),
-                    .first_block = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM),
-                    .head_kv = n % p.heads_kv};
-    const Band& band = part.sequence.band;
-    const std::int64_t num_blocks = (band.seqlen_q + kBlockM - 1) / kBlockM;
-    bool marked = false;
-    for (std::int64_t i = threadIdx.x; i < p.group * num_blocks; i += kThreads) {
-      const std::int64_t head = part.head_kv * p.group + i / num_blocks;
-      marked |= (__ldcg(p.rows.unreadable + head * p.rows.num_blocks + part.first_block +
-                        i % num_blocks) &
-                 kHasNan) != 0;
-    }
-    if (__syncthreads_or(static_cast<int>(marked)) == 0) {
-      continue;
-    }
-    if (!waited) {
-      ptx::grid_dependency_wait();
-      waited = true;
-    }
+  for (std::int64_t first = blockIdx.x * 32; first < num_marks; first += gridDim.x * 32) {
+    std::uint32_t marked =
+        __ballot_sync(0xffffffffU, first + lane() < num_marks && has_nan(p, first + lane()));
 #pragma unroll 1
-    for (std::int64_t j = warp; j < band.seqlen_kv; j += kWarps) {
-      repair_key<kSoftcap, T>(p, part, j);
-    }
+    for (; marked != 0; marked &= marked - 1) {
+      if (!waited) {
+        ptx::grid_dependency_wait();
+        waited = true;
+      }
+      const std::int64_t mark = first + __ffs(static_cast<int>(marked)) - 1;
+      const Part part = part_of_block(p, mark / p.rows.num_blocks, mark % p.rows.num_blocks);
+      if (!is_first(p, part, mark)) {
+        continue;
+      }
+      const Band& band = part.sequence.band;
 #pragma unroll 1
-    for (std::int64_t i = warp; p.dq && i < p.group * band.seqlen_q; i += kWarps) {
-      repair_row<kSoftcap, T>(p, part, part.head_kv * p.group + i / band.seqlen_q,
-                              i % band.seqlen_q);
+      for (std::int64_t j = warp; j < band.seqlen_kv; j += kWarps) {
+        repair_key<kSoftcap, T>(p, part, j);
+      }
+#pragma unroll 1
+      for (std::int64_t i = warp; p.dq && i < p.group * band.seqlen_q; i += kWarps) {
+        repair_row<kSoftcap, T>(p, part, part.head_kv * p.group + i / band.seqlen_q,
+                                i % band.seqlen_q);
+      }
     }
   }
   if (!waited) {
@@ -283,8 +307,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 Status launch_bwd_repair(bool softcap, DType dtype, int num_multiprocessors,
                          const BwdRepairParams& params, void* stream) {
   const cuda::LaunchShape shape{
-      .num_ctas =
-          std::min<std::int64_t>(params.sequences.batch * params.heads_kv, 4 * num_multiprocessors),
+      .num_ctas = std::min<std::int64_t>(
+          (params.heads_kv * params.group * params.rows.num_blocks + 31) / 32,
+          4 * num_multiprocessors),
       .num_threads = kThreads,
       .overlaps_predecessor = true};
   const auto launch = [&](auto* kernel) {
