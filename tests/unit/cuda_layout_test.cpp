@@ -208,6 +208,7 @@ void expect_tiles_cover(const BandMask& mask, std::int64_t seqlen_q, std::int64_
   for (std::int64_t cta = 0; cta < p.num_units * p.num_kv_blocks * kCluster; ++cta) {
     const sm90::KeyTile tile = sm90::key_tile<128, kCluster>(p, cta);
     EXPECT_TRUE(tiles.insert({tile.batch_index, tile.head_kv, tile.kv_row}).second);
+    std::set<int> seeing[2];  // query blocks that see keys of each half of the tile
     for (std::int64_t j = 0; j < tile.keys_end; ++j) {
       for (std::int64_t i = 0; i < seqlen_q; ++i) {
         const std::int64_t key = tile.kv_row + j;
@@ -221,7 +222,16 @@ void expect_tiles_cover(const BandMask& mask, std::int64_t seqlen_q, std::int64_
         }
         if (visible) {
           EXPECT_TRUE(j >= tile.live_begin && j < tile.live_end);
+          seeing[j / 64].insert(block);
         }
+      }
+    }
+    for (int half = 0; half < 2; ++half) {
+      const std::set<int>& blocks = seeing[half];
+      EXPECT_EQ(tile.seen_end[half] - tile.seen_begin[half], static_cast<int>(blocks.size()));
+      if (!blocks.empty()) {
+        EXPECT_EQ(tile.seen_begin[half], *blocks.begin());
+        EXPECT_EQ(tile.seen_end[half], *blocks.rbegin() + 1);
       }
     }
   }

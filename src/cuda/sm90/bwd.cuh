@@ -35,7 +35,8 @@
 //   peer_ds_full  1; loader, with the peer's copy -> dq; step
 //   peer_ds_empty 4; dq warps of the peer, after (7) -> who sends dS: loader or consumers; step
 //   *_landing     1; loader -> loader, for tiles with rows to clear; each such tile
-//   done          4; dq warps, after the last (7) -> consumers, which then reuse K's memory; once
+//   done          4; dq warps, after the last (7) -> consumers that then store dk through K's
+//                 memory; once
 // Named barriers: 1, 2 the token of each consumer; 3, 4 each consumer's epilogue; 5 the dq warps'.
 #pragma once
 

@@ -127,6 +127,43 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   full_begin = __shfl_sync(0xffffffffU, full_begin, 0);
   int left = top;
   int remaining = __shfl_sync(0xffffffffU, tile.num_steps, 0);
+  int seen_begin = 0;
+  int seen_count = 0;
+  if constexpr (C.skips_hidden()) {
+    seen_begin = __shfl_sync(0xffffffffU, tile.seen_begin[consumer] - tile.m_begin, 0);
+    seen_count = __shfl_sync(0xffffffffU, tile.seen_end[consumer] - tile.seen_begin[consumer], 0);
+  }
+  // Whether some of the consumer's keys are seen where `left` is `at`.
+  const auto is_seen = [&](int at) {
+    return static_cast<unsigned>(at - seen_begin) < static_cast<unsigned>(seen_count);
+  };
+  const auto left_after = [&] { return left == 0 ? top : left - 1; };
+  const auto announce_ds = [&](std::uint32_t ds_address) {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if constexpr (C.consumers_send()) {
+      ptx::mbarrier_wait(shared.peer_ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
+      if (lane == 0) {  // whose ds_address is that of the warp's 16 rows
+        ptx::bulk_copy_to_cta(ds_address + (C.peer_ds_offset() - C.ds_offset()), ds_address,
+                              16 * tile::kBoxRowBytes, shared.peer_ds_full(ds_ring.stage()),
+                              ptx::cluster_rank() ^ 1U);
+      }
+      __syncwarp();
+    }
+    arrive(shared.ds_full(ds_ring.stage()));
+    ds_ring.advance();
+  };
+  // Where no S is made: else ptxas would keep the registers of the old one, beside dP, and spill.
+  const auto forget_s = [&] {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      s[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      rows[i] = make_float2(0, 0);
+    }
+  };
   const auto block = [&]<int x>() {
   // A loop of at most one round, so that ptxas keeps the mask out of the unmasked blocks.
 #pragma unroll 1
@@ -245,21 +282,6 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), rds[4 * k], rds[4 * k + 1],
                         rds[4 * k + 2], rds[4 * k + 3]);
     }
-    const auto announce_ds = [&] {
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if constexpr (C.consumers_send()) {
-        ptx::mbarrier_wait(shared.peer_ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
-        if (lane == 0) {  // whose ds_address is that of the warp's 16 rows
-          ptx::bulk_copy_to_cta(ds_address + (C.peer_ds_offset() - C.ds_offset()), ds_address,
-                                16 * tile::kBoxRowBytes, shared.peer_ds_full(ds_ring.stage()),
-                                ptx::cluster_rank() ^ 1U);
-        }
-        __syncwarp();
-      }
-      arrive(shared.ds_full(ds_ring.stage()));
-      ds_ring.advance();
-    };
     const auto load_next_lse = [&] {
       load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
     };
@@ -267,17 +289,18 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
     }
     if constexpr (kEarly) {
-      announce_ds();
+      announce_ds(ds_address);
       load_next_lse();
     }
 
-    // (6), and (1) of the next block; after the last step on a stale stage, unused.
+    // (6), and (1) of the next block, unless it is hidden; without skips_hidden() after the last
+    // step on a stale stage, unused.
     token_wait();
     ptx::wgmma_fence();
     tile::gemm_registers<kD, kBlockM, T, QTile>(dk[x], rds, desc_q_mn + stage);
     ptx::wgmma_commit();
     if constexpr (!kEarly) {
-      announce_ds();
+      announce_ds(ds_address);
     }
     ptx::wgmma_wait<1>();
     ptx::pin(rp);
@@ -285,25 +308,72 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     if constexpr (x == kBlocks - 1) {
       release(shared.do_empty(do_stage));
     }
-    ptx::wgmma_fence();
-    tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(
-        s, desc_k + (x + 1) % kBlocks * kBlock,
-        desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
-    ptx::wgmma_commit();
-    token_pass();
-    if constexpr (!kEarly) {
-      load_next_lse();
-    }
-    ptx::wgmma_wait<1>();
-    ptx::pin(rds);
-    ptx::pin(dk[x]);
-    if constexpr (x == kBlocks - 1) {
+    if (!C.skips_hidden() || (remaining > 1 && is_seen(left_after()))) {
+      ptx::wgmma_fence();
+      tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(
+          s, desc_k + (x + 1) % kBlocks * kBlock,
+          desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
+      ptx::wgmma_commit();
+      token_pass();
+      if constexpr (!kEarly) {
+        load_next_lse();
+      }
+      ptx::wgmma_wait<1>();
+      ptx::pin(rds);
+      ptx::pin(dk[x]);
+      if constexpr (x == kBlocks - 1) {
+        release(shared.q_empty(ring.stage()));
+      }
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
+    } else {
+      token_pass();
+      ptx::wgmma_wait<0>();
+      ptx::pin(rds);
+      ptx::pin(dk[x]);
       release(shared.q_empty(ring.stage()));
+      forget_s();
     }
-    ptx::wgmma_wait<0>();
-    ptx::pin(s);
     ring = next;
     if constexpr (x == kBlocks - 1 && !kOneRing) {
+      own_do_ring.advance();
+    }
+  };
+  // A step in which none of the consumer's keys are seen: its dS is 0, and it only takes its turns.
+  [[maybe_unused]] const auto hidden_block = [&] {
+    const int do_stage = kOneRing ? ring.stage() : own_do_ring.stage();
+    token_wait();
+    token_pass();
+    ptx::mbarrier_wait(shared.do_full(do_stage), kOneRing ? ring.parity() : own_do_ring.parity());
+    ptx::mbarrier_wait(shared.ds_empty(ds_ring.stage()), ds_ring.parity() ^ 1U);
+    const std::uint32_t ds_address =
+        ds_row + static_cast<std::uint32_t>(ds_ring.stage() * C.ds_bytes());
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      ptx::store_matrix(ds_address ^ static_cast<std::uint32_t>(k * 32), 0, 0, 0, 0);
+    }
+    announce_ds(ds_address);
+    Ring<C.q_stages> next = ring;
+    next.advance();
+    ptx::mbarrier_wait(shared.q_full(next.stage()), next.parity());
+    token_wait();
+    if (remaining > 1 && is_seen(left_after())) {
+      ptx::wgmma_fence();
+      tile::gemm_k_major<64, kD, T, tile::Start::kZero, KTile, QTile>(
+          s, desc_k, desc_q + static_cast<std::uint64_t>(next.stage()) * kStage);
+      ptx::wgmma_commit();
+      token_pass();
+      load_row_statistic(rows, lse + static_cast<std::uint32_t>(next.stage()) * (kBlockM * 4));
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
+    } else {
+      token_pass();
+      forget_s();
+    }
+    release(shared.do_empty(do_stage));
+    release(shared.q_empty(ring.stage()));
+    ring = next;
+    if constexpr (!kOneRing) {
       own_do_ring.advance();
     }
   };
@@ -319,9 +389,13 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     ptx::pin(s);
 #pragma unroll 1
     do {
-      block.template operator()<0>();
-      if constexpr (kBlocks == 2) {
-        block.template operator()<1>();
+      if (!C.skips_hidden() || is_seen(left)) {
+        block.template operator()<0>();
+        if constexpr (kBlocks == 2) {
+          block.template operator()<1>();
+        }
+      } else if constexpr (C.skips_hidden()) {
+        hidden_block();
       }
       --left;
       if (!C.ordered && left < 0) {
@@ -336,22 +410,33 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   // Both afresh, so that the loop needs no registers for them.
   const int end_thread = ptx::thread_index() % 128;
   const int end_consumer = __shfl_sync(0xffffffffU, ptx::thread_index() / 128, 0) - 1;
-  // dv goes through this consumer's own rows of V; K is still read by the dq warpgroup.
-#pragma unroll
-  for (int x = 0; x < kBlocks; ++x) {
-    const int key = 128 * x + 64 * end_consumer;
+  if constexpr (C.skips_hidden()) {
+    const int key = 64 * end_consumer;
     if (p.dv) {
-      store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
-                                     shared.v(), key, 3 + end_consumer, end_thread);
+      store_registers<kD, T>(dv[0], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v), end_thread);
     }
-  }
-  ptx::mbarrier_wait(shared.done(), 0);
-#pragma unroll
-  for (int x = 0; x < kBlocks; ++x) {
-    const int key = 128 * x + 64 * end_consumer;
     if (p.dk) {
-      store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
-                                     shared.k(), key, 3 + end_consumer, end_thread);
+      store_registers<kD, T>(dk[0], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
+                             end_thread);
+    }
+  } else {
+    // dv goes through this consumer's own rows of V; K is still read by the dq warpgroup.
+#pragma unroll
+    for (int x = 0; x < kBlocks; ++x) {
+      const int key = 128 * x + 64 * end_consumer;
+      if (p.dv) {
+        store_rows<kD, C.block_n(), T>(dv[x], 1.0F, gradient_rows(p.dv, tile, key, p.head_dim_v),
+                                       shared.v(), key, 3 + end_consumer, end_thread);
+      }
+    }
+    ptx::mbarrier_wait(shared.done(), 0);
+#pragma unroll
+    for (int x = 0; x < kBlocks; ++x) {
+      const int key = 128 * x + 64 * end_consumer;
+      if (p.dk) {
+        store_rows<kD, C.block_n(), T>(dk[x], p.scale, gradient_rows(p.dk, tile, key, p.head_dim),
+                                       shared.k(), key, 3 + end_consumer, end_thread);
+      }
     }
   }
 }

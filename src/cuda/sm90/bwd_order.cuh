@@ -21,6 +21,7 @@
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
+#include "cuda/sm90/bwd_store.cuh"
 #include "cuda/sm90/params.hpp"
 #include "cuda/tile/fragment.hpp"
 
@@ -39,22 +40,6 @@ __device__ __forceinline__ bool wait_for_turn(const std::uint32_t* counter, int 
   }
   __syncwarp();
   return (seen & kNothingYet) != 0;
-}
-
-// Transposes a 4 x 4 matrix of which lane q of four holds row q: afterwards it holds column q.
-__device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int q) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const bool odd = (q & 1) != 0;
-    const std::uint32_t got = __shfl_xor_sync(0xffffffffU, odd ? x[i] : x[i + 1], 1);
-    (odd ? x[i] : x[i + 1]) = got;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool high = (q & 2) != 0;
-    const std::uint32_t got = __shfl_xor_sync(0xffffffffU, high ? x[i] : x[i + 2], 2);
-    (high ? x[i] : x[i + 2]) = got;
-  }
 }
 
 // kColumns columns of a warp's 16 rows of dq in 16 bits: of each row half, and of each 32 columns,

@@ -152,6 +152,73 @@ __device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float
   }
 }
 
+// Transposes a 4 x 4 matrix of which lane q of four holds row q: afterwards it holds column q.
+__device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int q) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const bool odd = (q & 1) != 0;
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffU, odd ? x[i] : x[i + 1], 1);
+    (odd ? x[i] : x[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool high = (q & 2) != 0;
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffU, high ? x[i] : x[i + 2], 2);
+    (high ? x[i] : x[i + 2]) = got;
+  }
+}
+
+// As store_rows, but through no shared memory, whatever the dtype: lanes exchange what makes 16
+// bytes of a row, and nobody is waited for.
+template <int kColumns, class T>
+__device__ __forceinline__ void store_registers(const float (&d)[kColumns / 2], float factor,
+                                                const OutputRows& rows, int thread) {
+  const int lane = thread % 32;
+  const int q = lane % 4;
+  const int r = thread / 32 * 16 + lane / 4;
+  const bool wide = rows.out.dtype != DType::kF32 &&
+                    reinterpret_cast<std::uintptr_t>(rows.out.data) % 16 == 0 &&
+                    rows.out.row_stride % 8 == 0 && rows.out.head_stride % 8 == 0 &&
+                    rows.out.batch_stride % 8 == 0 && rows.columns % 8 == 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool exists = r + 8 * half < rows.count;
+    const std::int64_t at = rows.out.offset(rows.batch, rows.row + r + 8 * half, rows.head);
+    if (wide) {
+      auto* const to = static_cast<std::uint16_t*>(rows.out.data) + at + 8 * q;
+#pragma unroll
+      for (int k = 0; k < kColumns / 32; ++k) {
+        std::uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int j = 4 * (4 * k + i) + 2 * half;
+          x[i] = ptx::pack<T>(d[j] * factor, d[j + 1] * factor);
+        }
+        transpose_quad(x, q);
+        if (exists && 32 * k + 8 * q < rows.columns) {
+          __stcs(reinterpret_cast<uint4*>(to + 32 * k), make_uint4(x[0], x[1], x[2], x[3]));
+        }
+      }
+    } else if (exists) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int column = 8 * j + 2 * q + c;
+          if (column < rows.columns) {
+            const float value = d[4 * j + 2 * half + c] * factor;
+            if (rows.out.dtype == DType::kF32) {
+              static_cast<float*>(rows.out.data)[at + column] = value;
+            } else {
+              static_cast<T*>(rows.out.data)[at + column] = static_cast<T>(value);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 // dk = dv = 0 for keys that no query sees.
 __device__ __forceinline__ void store_zeros(const Tensor& out, const KeyTile& tile, int columns,
                                             int thread, int num_threads) {

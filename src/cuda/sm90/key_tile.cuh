@@ -46,6 +46,10 @@ struct KeyTile {
   // Query blocks [full_begin, full_end) need no mask for the tile's 64-key block of this index.
   int full_begin[4];
   int full_end[4];
+  // Query blocks [seen_begin, seen_end) see keys of the tile's 64-key block of this index, the
+  // first of a consumer.
+  int seen_begin[2];
+  int seen_end[2];
 };
 
 constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t high) {
@@ -135,6 +139,12 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
     // A last, partial block has no rows beyond: their lse is -inf.
     tile.full_end[i] = static_cast<int>(
         full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM : full.end / kBlockM);
+  }
+  for (int i = 0; i < 2; ++i) {
+    const Range seen =
+        band.q_range(begin + std::int64_t{64} * i, begin + std::int64_t{64} * (i + 1));
+    tile.seen_begin[i] = seen.empty() ? 0 : static_cast<int>(seen.begin / kBlockM);
+    tile.seen_end[i] = seen.empty() ? 0 : static_cast<int>((seen.end + kBlockM - 1) / kBlockM);
   }
   if (form.ordered) {
     const auto to_int = [](std::int64_t x) { return static_cast<int>(x); };
