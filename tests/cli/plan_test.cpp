@@ -145,7 +145,7 @@ TEST_F(Plan, SimulatesBothWideKernels) {
   expect_words(out_of({"simulate", "--program", "sm90-wide-d192-v128", "--queries", "256", "--keys",
                        "256", "--causal"}),
                {"head_dim 192/128", "with sm90-wide-dq-d192 after it", "dv  error",
-                "operands                                   90112      90112"});
+                "operands                                   81920      81920"});
   expect_words(
       out_of({"simulate", "--program", "sm90-wide-dq-d256", "--queries", "256", "--keys", "128"}),
       {"with sm90-wide-d256 before it",

@@ -295,6 +295,9 @@ TEST(Right, OneKeyOutweighsTheOthers) {
 // Several keys compete with logits of hundreds: what s loses, p loses many times over. Summed in
 // one chain s erred so much that these failed on every instruction set.
 TEST(Right, LogitsOfHundreds) {
+  if (tested_place() != Place::kHost) {
+    GTEST_SKIP() << "f32 is computed on host memory";
+  }
   struct Kind {
     const char* shape;
     double scale;
