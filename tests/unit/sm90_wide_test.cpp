@@ -270,7 +270,9 @@ TEST(WideDqSection, HeadsWhoseKeysFitAreTogetherAndEachTileComesOnce) {
   queries.num_q_tiles = 16;
   queries.num_blocks = 128;
   queries.section = 8;
+  std::uint8_t images = 0;  // only their addresses are worked out
   WidePass pass{};
+  pass.ds = &images;
   pass.num_units = 6;
   pass.key_count = 64;
   pass.blocks_per_head = 64;
