@@ -76,6 +76,7 @@ const Expected kExpected[] = {Expected{"2026-11-29-zen5-bench-quiet.json", 14, 1
                               Expected{"2026-11-29-zen5-bench.json", 40, 38, 0.06},
                               Expected{"2026-11-30-zen5-bench-f32.json", 6, 6, 0.03},
                               Expected{"2026-11-30-zen5-bench-turns.json", 98, 98, 0.045},
+                              Expected{"2026-11-30-zen5-bench-turns-f783bd5.json", 98, 98, 0.045},
                               Expected{"2026-11-29-zen5-speed.json", 40, 33, 0.08},
                               Expected{"2026-11-30-zen5-ratios.json", 64, 63, 0.05},
                               Expected{"2026-11-29-h200-peers.json", 128, 126, 0.06},
