@@ -260,12 +260,14 @@ void add_bench_cuda_rows(const json& results, ResultFile* file) {
   }
 }
 
-// From when on the kernels of main serve units (unit_pipeline.hpp): rows that were measured before
-// are predicted without. A file without a date is of today's kernels.
+// From when on the kernels of main serve units (unit_pipeline.hpp), and the forward's incomplete
+// tile is the one that sees the fewest keys (fwd_schedule.hpp): rows that were measured before are
+// predicted without. A file without a date is of today's kernels.
 constexpr const char* kServesUnitsSince = "2026-11-30T02:50";
+constexpr const char* kIncompleteFirstSince = "2026-11-30T09:00";
 
-bool is_older(const json& results) {
-  return results.contains("date") && results.at("date").get<std::string>() < kServesUnitsSince;
+bool is_since(const json& results, const char* time) {
+  return !results.contains("date") || results.at("date").get<std::string>() >= time;
 }
 
 // Files without times of calls, by what only they have.
@@ -371,7 +373,8 @@ ResultFile read_results(const std::string& text) {
       add_sm90(results, &file);
     }
     for (Measured& row : file.rows) {
-      row.call.may_serve = !is_older(results);
+      row.call.may_serve = is_since(results, kServesUnitsSince);
+      row.call.incomplete_first = is_since(results, kIncompleteFirstSince);
     }
   } catch (const json::exception& error) {
     throw std::invalid_argument(std::string("not a result file that is known: ") + error.what());

@@ -28,6 +28,8 @@ struct Call {
   bool deterministic = false;
   // Backward: units may be served (unit_pipeline.hpp); false: by kernels that did not yet.
   bool may_serve = true;
+  // Forward: as sm90::tile_rows says where later rows see more; false: it was always the last tile.
+  bool incomplete_first = true;
 
   // Tokens of the batch.
   [[nodiscard]] std::int64_t tokens() const;

@@ -56,6 +56,7 @@ ScheduleProblem schedule_of(const Call& call) {
   problem.head_dim = call.head_dim;
   problem.head_dim_v = call.head_dim_v;
   problem.mask = call.mask;
+  problem.incomplete_first = call.incomplete_first;
   return problem;
 }
 

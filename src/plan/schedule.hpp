@@ -30,6 +30,7 @@ struct ScheduleProblem {
   // sequence's own heads follows from the L2 in the kernels' order; other orders keep to this one.
   std::int64_t section = 1;
   double l2_bytes = 60 << 20;
+  bool incomplete_first = true;  // of the forward's tiles, in the kernels' order (sm90::tile_rows)
 
   [[nodiscard]] std::int64_t width_v() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
   // As the kernels' headers take it, with all gradients wanted.

@@ -198,6 +198,8 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
                                     bool longest_first, int slots) {
   const bool packed = !problem.packed_q.empty();
   const bool last_first = longest_first && problem.mask.right < kUnboundedFrom;
+  const bool incomplete_first =
+      longest_first && problem.incomplete_first && sm90::sees_more_later(problem.mask);
   const HostSequences host(problem);
   // Of the sequence, the block of queries and the head.
   std::vector<sm90::PackedTile> order;
@@ -236,8 +238,8 @@ std::vector<WorkTile> forward_tiles(const ScheduleProblem& problem, int rows, st
   std::vector<WorkTile> tiles;
   for (const sm90::PackedTile& at : order) {
     const Band band = sm90::sequence_span(host.sequences, at.span).band;
-    const auto [first_row, end_row] = sm90::tile_rows(
-        band.seqlen_q, rows, at.block, longest_first && sm90::sees_more_later(problem.mask));
+    const auto [first_row, end_row] =
+        sm90::tile_rows(band.seqlen_q, rows, at.block, incomplete_first);
     const sm90::FwdBlocks keys = sm90::key_blocks<kKeys>(band, first_row, end_row);
     if (keys.begin == keys.end) {
       continue;

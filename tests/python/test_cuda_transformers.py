@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import flashgrad.transformers as fgt  # noqa: E402
+from small_models import configs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -20,15 +21,7 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0,
     "max_position_embeddings": 256,
 }  # fmt: skip
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, sliding_window=50, attn_logit_softcapping=3.0, query_pre_attn_scalar=64
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, sliding_window=50, num_local_experts=2, num_experts_per_tok=2
-    ),
-}
+CONFIGS = configs(SIZES, window=50, experts_per_token=2)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,6 +7,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import flashgrad.transformers as fgt  # noqa: E402
+from small_models import configs  # noqa: E402
 
 SINCE_2_5 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
 SIZES = {
@@ -14,15 +15,7 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
     "max_position_embeddings": 64,
 }  # fmt: skip
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, sliding_window=5, attn_logit_softcapping=3.0, query_pre_attn_scalar=8
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, sliding_window=5, num_local_experts=2, num_experts_per_tok=1
-    ),
-}
+CONFIGS = configs(SIZES, window=5, experts_per_token=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
