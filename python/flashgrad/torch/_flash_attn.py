@@ -12,7 +12,7 @@ import torch
 
 from .._functions import ALIGNMENTS, Alignment
 from .._library import ArgumentError
-from ._ops import attention, check_tensor
+from ._attention import attention, check_tensor
 
 Output = Any  # a tensor, or the tuple that return_lse or return_attn_probs asks for
 

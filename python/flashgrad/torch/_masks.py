@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._library import ArgumentError
-from ._ops import attention
+from ._attention import attention
 from ._plans import HEADS_FIRST
 
 REFUSED = (
