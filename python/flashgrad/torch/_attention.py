@@ -29,7 +29,7 @@ from ._operators import (
 )
 from ._plans import HEADS_FIRST, Layout, Plan, empty_like, find, is_ordinary, make, parts
 
-_NO_LENGTHS = (None,) * 5
+_NO_LENGTHS = (None,) * 6
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -140,7 +140,7 @@ class _Planned(_SingleLevelFunction):
                 gradients = plan.backward(dout, saved, needs)
                 if gradients is not None:
                     return (None, *gradients)
-        options = (*_NO_LENGTHS, *plan.numbers)
+        options = (*_NO_LENGTHS[1:], *plan.numbers)
         return tuple(
             _gradients(dout, dlse, saved, None, needs, False, plan.layout, options, True)
         )
@@ -213,32 +213,34 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator flashgrad::forward with defaults: out and lse as ``flashgrad.forward``.
 
-    ``tensors`` are as ``layout`` says, and so is out. The maxima may be tensors, as Transformers
-    passes them.
+    ``tensors`` are as ``layout`` says, and so is out.
     """
-    if isinstance(max_seqlen_q, torch.Tensor):
-        max_seqlen_q = int(max_seqlen_q)
-    if isinstance(max_seqlen_kv, torch.Tensor):
-        max_seqlen_kv = int(max_seqlen_kv)
-    numbers = (
-        max_seqlen_q, max_seqlen_kv, window_left, window_right, top_left, scale, softcap,
-        deterministic or torch.are_deterministic_algorithms_enabled(),
+    return attend(
+        tensors,
+        layout,
+        (sinks, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset),
+        (
+            max_seqlen_q, max_seqlen_kv, window_left, window_right, top_left, scale, softcap,
+            deterministic or torch.are_deterministic_algorithms_enabled(),
+        ),
     )  # fmt: skip
-    if sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None:
-        return _attend(tensors, layout, None, _NO_LENGTHS, numbers)
-    lengths = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset)
-    return _attend(tensors, layout, sinks, lengths, numbers)
 
 
-def _attend(
+def attend(
     tensors: Sequence[torch.Tensor],
     layout: Layout,
-    sinks: torch.Tensor | None,
     lengths: tuple[Any, ...],
     numbers: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``lengths`` and ``numbers``: the options that are tensors, and the others."""
-    planned = lengths is _NO_LENGTHS and not torch.compiler.is_compiling()
+    """``attention`` with its options in two tuples: sinks and what follows, the maxima and what follows.
+
+    The maxima may be tensors, as Transformers passes them.
+    """
+    sinks, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset = lengths
+    planned = (
+        sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None
+        and not torch.compiler.is_compiling()
+    )
     plan = find(tensors, layout, numbers) if planned else None
     ordinary = plan is None and is_ordinary(sinks, *tensors) and _is_cast(*tensors)
     if ordinary and planned:
@@ -249,16 +251,17 @@ def _attend(
         return plan.forward(tensors)
     if isinstance(layout, str):
         tensors = [x.transpose(1, 2) for x in tensors]
-        out, lse = _attend(tensors, None, sinks, lengths, numbers)
+        out, lse = attend(tensors, None, lengths, numbers)
         return out.transpose(1, 2) if layout == HEADS_FIRST else out, lse
+    numbers = (*(int(x) if isinstance(x, torch.Tensor) else x for x in numbers[:2]), *numbers[2:])
     options = (*lengths, *numbers)
     if ordinary:
         # Detached, so that autograd does not record the slices of a packed tensor.
         packed = isinstance(layout, int)
         separate = parts([x.detach() for x in tensors] if packed else tensors, layout)
         if records((*tensors, sinks)):
-            return _Forward.apply(True, separate, layout, options, sinks, *tensors)
-        return forward_kernel(*separate, sinks, *options)
+            return _Forward.apply(True, separate, layout, options[1:], sinks, *tensors)
+        return forward_kernel(*separate, *options)
     for name, x in zip(("q", "k", "v"), tensors):
         check_tensor(name, x)
-    return forward_op(*parts(tensors, layout), sinks, *options)
+    return forward_op(*parts(tensors, layout), *options)

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from .._call import Call, capsule_pointer, pack_options
-from .._library import BACKWARD, FORWARD, UNBOUNDED
+from .._library import BACKWARD, FORWARD, UNBOUNDED, ArgumentError
 from ._plans import current_stream, empty_like
 
 _OPTIONS = (
@@ -144,6 +144,10 @@ def _backward_kernel(*arguments: Any) -> Any:
 
 
 def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
+    # The library compares the others; a tensor without memory among them brings all of them here.
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise ArgumentError(f"flashgrad: {name}: on {x.device}, want {q.device} (q's)")
     return empty_results(q, v)
 
 

@@ -26,9 +26,10 @@ from .._library import BACKWARD, FORWARD, WORKSPACE_TOO_SMALL, library
 _MAX_PLANS = 64
 # The forms of one plan's backward: which gradients are needed, and how dout lies.
 _MAX_BACKWARD_FORMS = 8
-# On the CPU a workspace up to this size stays with its plan. A larger one comes from PyTorch's
-# allocator, and so does any on a GPU, where the call's stream owns it.
-_KEPT_WORKSPACE_BYTES = 1 << 17
+# A workspace up to this size is kept, on the CPU with its plan, on a GPU for its stream (as PyTorch
+# keeps one for cuBLAS). A larger one comes from PyTorch's allocator each time.
+_KEPT_BYTES_CPU = 1 << 17
+_KEPT_BYTES_CUDA = 1 << 25
 
 # DLPack's type code and bits.
 _DTYPES = {
@@ -165,30 +166,52 @@ class _PreparedCall:
     def prepare(self) -> None:
         self.num_bytes = self.call.prepare(self.which, self.options)
         self.workspace = None
-        if self.device is None and self.num_bytes <= _KEPT_WORKSPACE_BYTES:
-            self.workspace = self.new_workspace()
-
-    def new_workspace(self) -> torch.Tensor:
-        device = "cpu" if self.device is None else self.device
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        if self.device is None and self.num_bytes <= _KEPT_BYTES_CPU:
+            self.workspace = torch.empty(self.num_bytes, dtype=torch.uint8)
 
     def run(self, sources: Sequence[torch.Tensor]) -> None:
         words = self.words
         for word, source, offset in self.places:
             words[word] = sources[source].data_ptr() + offset
-        status = self.launch()
+        launch = self.launch if self.device is None else self.launch_on_gpu
+        status = launch()
         if status == WORKSPACE_TOO_SMALL:  # the backend was changed since
             self.prepare()
-            status = self.launch()
+            status = launch()
         if status:
             raise library().error(status)
 
     def launch(self) -> int:
         workspace = self.workspace
         if workspace is None:
-            workspace = self.new_workspace()
-        stream = 0 if self.device is None else current_stream(self.device)
-        return self.call.try_launch(self.which, workspace.data_ptr(), self.num_bytes, stream)
+            workspace = torch.empty(self.num_bytes, dtype=torch.uint8)
+        return self.call.try_launch(self.which, workspace.data_ptr(), self.num_bytes, 0)
+
+    def launch_on_gpu(self) -> int:
+        device = self.device
+        stream = current_stream(device)
+        # What is captured must keep its workspace to itself, in the memory of its graph.
+        keeps = (
+            self.num_bytes <= _KEPT_BYTES_CUDA
+            and device == torch._C._cuda_getDevice()
+            and not torch._C._cuda_isCurrentStreamCapturing()
+        )
+        kept = _kept.setdefault((device, stream), [])
+        try:
+            workspace = kept.pop() if keeps else None
+        except IndexError:
+            workspace = None
+        if workspace is None or workspace.numel() < self.num_bytes:
+            workspace = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        status = self.call.try_launch(self.which, workspace.data_ptr(), self.num_bytes, stream)
+        # All of the call's kernels are in the stream now, before those of whoever takes it next.
+        if keeps:
+            kept.append(workspace)
+        return status
+
+
+# By device and stream: the workspaces that no thread is using.
+_kept: dict[tuple[int, int], list[torch.Tensor]] = {}
 
 
 class _BackwardForm:
