@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as all functions here call it, differentiable: by a plan, by the kernel, or as operator.
+"""Attention as all functions here call it, differentiable, in one of three ways.
 
     plan        a call like an earlier one of fixed-length tensors: _plans.py
     kernel      another call of plain tensors in no mode: without the dispatcher
     operator    everything else: torch.compile, torch.func, subclasses, modes
+
+The numbers are those of the operator in all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from ._layout import HEADS_FIRST, Layout, empty_like, parts
 from ._operators import (
     backward_op,
     differentiate,
@@ -27,7 +30,7 @@ from ._operators import (
     records,
     refuse_forward_mode,
 )
-from ._plans import HEADS_FIRST, Layout, Plan, empty_like, find, is_ordinary, make, parts
+from ._plans import Plan, find, is_ordinary, make
 
 _NO_LENGTHS = (None,) * 6
 
@@ -141,9 +144,7 @@ class _Planned(_SingleLevelFunction):
                 if gradients is not None:
                     return (None, *gradients)
         options = (*_NO_LENGTHS[1:], *plan.numbers)
-        return tuple(
-            _gradients(dout, dlse, saved, None, needs, False, plan.layout, options, True)
-        )
+        return tuple(_gradients(dout, dlse, saved, None, needs, False, plan.layout, options, True))
 
     jvp = staticmethod(refuse_forward_mode)
 

@@ -13,7 +13,7 @@ import torch
 from .._functions import ALIGNMENTS, Alignment
 from .._library import ArgumentError
 from ._attention import attend, check_tensor
-from ._plans import Layout
+from ._layout import Layout
 
 Output = Any  # a tensor, or the tuple that return_lse or return_attn_probs asks for
 

@@ -10,7 +10,7 @@ import torch
 
 from .._library import ArgumentError
 from ._attention import attention
-from ._plans import HEADS_FIRST
+from ._layout import HEADS_FIRST
 
 REFUSED = (
     "flashgrad: attention mask: {}, want none, a causal bias of torch.nn.attention.bias, or (in "

@@ -23,7 +23,8 @@ from torch.autograd.function import _SingleLevelFunction
 
 from .._call import Call, capsule_pointer, pack_options
 from .._library import BACKWARD, FORWARD, UNBOUNDED, ArgumentError
-from ._plans import current_stream, empty_like
+from ._layout import empty_like
+from ._plans import current_stream
 
 _OPTIONS = (
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, "
@@ -88,7 +89,9 @@ def run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ...
     call.pointers = [0 if c is None else capsule_pointer(c, b"dltensor") for c in capsules]
     num_bytes = call.prepare(which, pack(*options[_NUM_LENGTHS:]))
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=q.device)
-    call.launch(which, workspace.data_ptr(), num_bytes, current_stream(q.get_device()) if q.is_cuda else 0)
+    call.launch(
+        which, workspace.data_ptr(), num_bytes, current_stream(q.get_device()) if q.is_cuda else 0
+    )
 
 
 def pack(
@@ -134,7 +137,9 @@ def _backward_kernel(*arguments: Any) -> Any:
     dout, dlse, *saved = arguments[:7]
     options, needs = arguments[7 : 7 + _NUM_OPTIONS], arguments[7 + _NUM_OPTIONS :]
     q, k, v = saved[:3]
-    gradients = [empty_like(x, None) if need else None for x, need in zip((q, k, v, options[0]), needs)]
+    gradients = [
+        empty_like(x, None) if need else None for x, need in zip((q, k, v, options[0]), needs)
+    ]
     differentiate(dout, dlse, saved, gradients, options)
     dtypes = (q.dtype, q.dtype, q.dtype, lse_dtype(q))
     return tuple(

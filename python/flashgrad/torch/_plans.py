@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from numbers import Number
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch.overrides import has_torch_function_variadic
 
 from .._call import CPU, CUDA, DATA_WORD, SLOT, Call
 from .._library import BACKWARD, FORWARD, WORKSPACE_TOO_SMALL, library
+from ._layout import HEADS_FIRST, HEADS_FIRST_TO_ROWS, Layout, empty_like, parts
 
 # A program has few shapes; one whose shapes keep changing must not keep them all.
 _MAX_PLANS = 64
@@ -38,14 +39,6 @@ _DTYPES = {
     torch.float16: (2, 16),
     torch.float64: (2, 64),
 }
-
-# How the tensors of a call come: q, k, v as the operators take them; packed along a dimension,
-# (q, kv) or (qkv,); or one of the two below.
-Layout = Union[None, int, str]
-# q, k and v come (batch, heads, seqlen, head_dim), and so are their gradients; out and dout
-# likewise, or (batch, seqlen, heads, head_dim) as everywhere else.
-HEADS_FIRST = "heads first"
-HEADS_FIRST_TO_ROWS = "heads first, out not"
 
 # A PyTorch that no longer has them takes the general way always.
 _TensorGuards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -89,25 +82,6 @@ def is_ordinary(optional: Any, *tensors: Any) -> bool:
     except TypeError:  # one is no tensor
         return False
     return True
-
-
-def parts(tensors: Sequence[Any], layout: Layout) -> Sequence[Any]:
-    """q, k and v of what comes, as it comes heads first; a packed None: three None."""
-    if not isinstance(layout, int):
-        return tensors
-    *separate, packed = tensors
-    if packed is None:
-        return [*separate, *[None] * (3 - len(separate))]
-    return [*separate, *packed.unbind(layout)]
-
-
-def empty_like(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The memory of a gradient: compact, or heads first in the order of x's dimensions."""
-    if isinstance(layout, str):
-        result = torch.empty_like(x)
-        if result.stride(-1) == 1:
-            return result
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -299,9 +273,7 @@ class Plan:
             form = self._form(dout, saved, needs)
             if form is None:
                 return None
-        gradients = [
-            None if maker is None else maker(x) for maker, x in zip(form.makers, saved)
-        ]
+        gradients = [None if maker is None else maker(x) for maker, x in zip(form.makers, saved)]
         sources = (dout, *saved, *gradients)
         try:
             call = form.idle.pop()
