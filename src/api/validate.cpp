@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads the structs by their size, q, k and v for the shapes, then everything else against these.
 #include "api/validate.hpp"
 
 #include <omp.h>

@@ -139,6 +139,8 @@ Row measure(const check::Case& c, const CallOptions& call_options) {
   options.window_left = c.mask.left;
   options.window_right = c.mask.right;
   options.alignment = c.mask.alignment == Alignment::kTopLeft ? FG_TOP_LEFT : FG_BOTTOM_RIGHT;
+  options.max_seqlen_q = c.max_seqlen_q > 0 ? c.max_seqlen_q : options.max_seqlen_q;
+  options.max_seqlen_kv = c.max_seqlen_kv > 0 ? c.max_seqlen_kv : options.max_seqlen_kv;
   row.mask = describe_mask(options);
   const int num_threads = omp_get_max_threads();
 
@@ -324,6 +326,7 @@ int bench_command(const BenchArguments& arguments) {
   std::vector<check::Case> cases;
   if (arguments.shape) {
     cases.push_back(shape_case(*arguments.shape, dtype, kSeed, call_options));
+    require_plain(cases.back());
   } else if (!arguments.memory) {
     cases = load_suite(arguments.suite);
   }
