@@ -56,6 +56,14 @@ def test_a_call_like_an_earlier_one_has_its_plan(made):
     assert len(made[0]._idle) == 1 and len(made[0]._forms[0].idle) == 1
 
 
+@has_plans
+def test_the_plan_used_last_is_looked_at_first(made):
+    for rows in (13, 14, 15, 13):
+        fgt.flash_attn_func(*qkv(seqlen_q=rows))
+    ((first, *others),) = _plans._plans.values()
+    assert first is made[0] and set(others) == set(made[1:]) and len(made) == 3
+
+
 def changed(what):
     """Inputs unlike qkv()'s in one respect."""
     q, k, v = qkv()

@@ -344,7 +344,8 @@ _plans: dict[Any, list[Plan]] = {}
 
 def find(tensors: Sequence[Any], layout: Layout, numbers: tuple[Any, ...]) -> Plan | None:
     """The plan of an earlier call like this one, which has neither sinks nor lengths."""
-    plans = _plans.get((layout, len(tensors), numbers, torch.get_num_threads()))
+    key = (layout, len(tensors), numbers, torch.get_num_threads())
+    plans = _plans.get(key)
     if (
         plans is None
         or _dispatch_modes()
@@ -354,6 +355,8 @@ def find(tensors: Sequence[Any], layout: Layout, numbers: tuple[Any, ...]) -> Pl
         return None
     for plan in plans:
         if plan.guard(*tensors):
+            if plan is not plans[0]:  # the next layer will want it too
+                _plans[key] = [plan, *(x for x in plans if x is not plan)]
             return plan
     return None
 
