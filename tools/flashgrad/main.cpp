@@ -80,8 +80,9 @@ void add_check(CLI::App& app, CheckArguments& arguments) {
   check->footer(
       std::string(kShapeFooter) +
       "\nFor each sequence, joined by ':': used_q, used_kv, q_offset. What tensors hold: q, k, v,\n"
-      "dout, dlse, sinks = n (normal numbers), a number (everywhere) or none. null=lse:dq:dk:dv\n"
-      "leaves outputs out. layout = own, fused, size1, huge, dout_view or dout_0.");
+      "dout, dlse, sinks = n (normal numbers), 3n (times 3), a number (everywhere) or none.\n"
+      "null=lse:dq:dk:dv leaves outputs out. layout = own, fused, size1, huge, dout_view or "
+      "dout_0.");
   // The table's cases have masks and factors of their own.
   for (const char* option :
        {"--dtype", "--causal", "--window", "--align", "--scale", "--softcap", "--deterministic",
