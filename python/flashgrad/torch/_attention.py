@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as all functions here call it, differentiable, in one of three ways.
 
-    plan        a call like an earlier one of fixed-length tensors: _plans.py
-    kernel      another call of plain tensors in no mode: without the dispatcher
+    plan        a call of plain tensors in no mode that is like an earlier one: _plans.py
+    kernel      such a call that plans do not serve: without the dispatcher
     operator    everything else: torch.compile, torch.func, subclasses, modes
 
 The numbers are those of the operator in all of them.
