@@ -64,6 +64,69 @@ def test_the_plan_used_last_is_looked_at_first(made):
     assert first is made[0] and set(others) == set(made[1:]) and len(made) == 3
 
 
+def packed(kind, seed):
+    """A call's tensors, its options by flash_attn_varlen_func, and by the operators."""
+    q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in qkv(seed=seed))
+    cu_q = torch.tensor([0, 5 + seed, 26], dtype=torch.int32)
+    cu_k = torch.tensor([0, 20 - seed, 34], dtype=torch.int32)
+    if kind == "same offsets":
+        k, v = (x.detach()[:26].requires_grad_() for x in (k, v))
+        cu_k = cu_q
+    others = {}
+    if "sinks" in kind:
+        others["sinks"] = tensors((4,), seed=seed)[0].requires_grad_(kind == "sinks")
+    if kind == "seqused":
+        others["seqused_k"] = torch.tensor([3, 4 + seed], dtype=torch.int32)
+        others["q_offset"] = torch.tensor([seed, 2])
+    options = (
+        others.get("sinks"), cu_q, cu_k, None, others.get("seqused_k"), others.get("q_offset"), 26,
+        34, None, 0, False, None, 0.0, False,
+    )  # fmt: skip
+    return (q, k, v), {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **others}, options
+
+
+@has_plans
+@pytest.mark.parametrize("kind", ["same offsets", "sinks", "frozen sinks", "seqused"])
+def test_packed_calls_have_plans(kind, made):
+    for seed in range(3):
+        inputs, others, options = packed(kind, seed)
+        got = fgt.flash_attn_varlen_func(
+            *inputs, **others, max_seqlen_q=26, max_seqlen_k=34, causal=True, return_lse=True
+        )
+        copies = [x.detach().clone() for x in inputs]
+        want = FORWARD(*copies, *options)
+        assert all(map(torch.equal, got, want))
+        needs = (True, True, True, kind == "sinks")
+        for douts in ((torch.ones_like(want[0]), None), (None, torch.ones_like(want[1]))):
+            ((root, dout),) = [(x, g) for x, g in zip(got, douts) if g is not None]
+            leaves = [*inputs, others["sinks"]] if kind == "sinks" else inputs
+            found = torch.autograd.grad(root, leaves, dout, retain_graph=True)
+            for a, b in zip(found, BACKWARD(*douts, *copies, *want, *options, *needs)):
+                assert torch.equal(a, b)
+    assert len(made) == 1 and len(made[0]._forms) == 1
+
+
+@pytest.mark.parametrize("start", [None, 2])
+def test_padded_heads_first_calls_match(start, made):
+    """With seqused_kv alone, and as packed sequences, whose offsets are new tensors each time."""
+    for seed in range(3):
+        q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in qkv(seed=seed, heads_k=4))
+        mask = torch.ones(2, 1, 1, 17, dtype=torch.bool)
+        mask[1, ..., 15:] = False
+        if start is not None:
+            mask[1, ..., :start] = False
+        results = []
+        for attention in (
+            fgt.scaled_dot_product_attention,
+            torch.nn.functional.scaled_dot_product_attention,
+        ):
+            out = attention(q, k, v, mask)
+            results.append((out, *gradients(out, (q, k, v))))
+        for a, b in zip(*results):
+            close(a, b)
+    assert len(made) <= 1
+
+
 def changed(what):
     """Inputs unlike qkv()'s in one respect."""
     q, k, v = qkv()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as all functions here call it, differentiable, in one of three ways.
 
-    plan        a call like an earlier one of fixed-length tensors: _plans.py
-    kernel      another call of plain tensors in no mode: without the dispatcher
+    plan        a call of plain tensors in no mode that is like an earlier one: _plans.py
+    kernel      such a call that plans do not serve: without the dispatcher
     operator    everything else: torch.compile, torch.func, subclasses, modes
 
 The numbers are those of the operator in all of them.
@@ -30,9 +30,7 @@ from ._operators import (
     records,
     refuse_forward_mode,
 )
-from ._plans import Plan, find, is_ordinary, make
-
-_NO_LENGTHS = (None,) * 6
+from ._plans import Places, Plan, find, is_ordinary, make
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -126,9 +124,9 @@ class _Planned(_SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
-        out, lse = plan.forward(tensors)
-        ctx.save_for_backward(*tensors, out, lse)
+    def forward(ctx: Any, plan: Plan, *inputs: Any) -> Any:
+        out, lse = plan.forward(inputs)
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out, lse
@@ -143,8 +141,15 @@ class _Planned(_SingleLevelFunction):
                 gradients = plan.backward(dout, saved, needs)
                 if gradients is not None:
                     return (None, *gradients)
-        options = (*_NO_LENGTHS[1:], *plan.numbers)
-        return tuple(_gradients(dout, dlse, saved, None, needs, False, plan.layout, options, True))
+        n = plan.num_tensors
+        sinks, *lengths = plan.others(saved)
+        # Sinks are the first of the others; those that follow have no gradients.
+        need_dsinks = any(needs[n:])
+        dsinks, *gradients = _gradients(
+            dout, dlse, (*saved[:n], *saved[-2:]), sinks, needs[:n], need_dsinks, plan.layout,
+            (*lengths, *plan.numbers), True,
+        )  # fmt: skip
+        return None, *gradients, *(dsinks if x is sinks else None for x in saved[n:-2])
 
     jvp = staticmethod(refuse_forward_mode)
 
@@ -227,35 +232,52 @@ def attention(
     )  # fmt: skip
 
 
+def _with_others(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor | None]
+) -> tuple[Sequence[torch.Tensor], Places]:
+    """All tensors of a call, each once, and which of the others are where: see Plan."""
+    inputs, places = list(tensors), []
+    for other, x in enumerate(others):
+        if x is not None:
+            for place, y in enumerate(inputs[len(tensors) :]):
+                if x is y:
+                    break
+            else:
+                place = len(inputs) - len(tensors)
+                inputs.append(x)
+            places.append((other, place))
+    return inputs, tuple(places)
+
+
 def attend(
     tensors: Sequence[torch.Tensor],
     layout: Layout,
-    lengths: tuple[Any, ...],
+    others: tuple[Any, ...],
     numbers: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attention`` with its options in two tuples: sinks and what follows, the maxima and what follows.
+    """``attention`` with its options in two tuples: those that are tensors, and the others.
 
     The maxima may be tensors, as Transformers passes them.
     """
-    sinks, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset = lengths
-    planned = (
-        sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None
-        and not torch.compiler.is_compiling()
-    )
-    plan = find(tensors, layout, numbers) if planned else None
-    ordinary = plan is None and is_ordinary(sinks, *tensors) and _is_cast(*tensors)
-    if ordinary and planned:
-        plan = make(tensors, layout, numbers, empty_results, pack)
+    sinks, cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, q_offset = others
+    inputs, places = tensors, ()
+    if not (sinks is cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is q_offset is None):
+        inputs, places = _with_others(tensors, others)
+    compiling = torch.compiler.is_compiling()
+    plan = None if compiling else find(inputs, layout, places, numbers)
+    ordinary = not compiling and plan is None and is_ordinary(None, *inputs) and _is_cast(*tensors)
+    if ordinary:
+        plan = make(inputs, layout, places, numbers, empty_results, pack)
     if plan is not None:
         if forward_ad._current_level >= 0 or (plan.records and torch.is_grad_enabled()):
-            return _Planned.apply(plan, *tensors)
-        return plan.forward(tensors)
+            return _Planned.apply(plan, *inputs)
+        return plan.forward(inputs)
     if isinstance(layout, str):
         tensors = [x.transpose(1, 2) for x in tensors]
-        out, lse = attend(tensors, None, lengths, numbers)
+        out, lse = attend(tensors, None, others, numbers)
         return out.transpose(1, 2) if layout == HEADS_FIRST else out, lse
     numbers = (*(int(x) if isinstance(x, torch.Tensor) else x for x in numbers[:2]), *numbers[2:])
-    options = (*lengths, *numbers)
+    options = (*others, *numbers)
     if ordinary:
         # Detached, so that autograd does not record the slices of a packed tensor.
         packed = isinstance(layout, int)

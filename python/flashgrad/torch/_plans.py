@@ -38,7 +38,13 @@ _DTYPES = {
     torch.bfloat16: (4, 16),
     torch.float16: (2, 16),
     torch.float64: (2, 64),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
 }
+
+# The tensors of a call beside q, k and v, and where they are: see Plan.
+OTHERS = ("sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset")
+Places = tuple[tuple[int, int], ...]
 
 # A PyTorch that no longer has them takes the general way always.
 _TensorGuards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
@@ -199,35 +205,41 @@ class _BackwardForm:
 
 
 class Plan:
-    """Forward and backward of fixed-length tensors without sinks and lengths.
+    """Forward and backward of calls that are alike.
 
     Attributes
     ----------
     guard : callable
-        Whether the tensors given to it want this plan.
+        Whether the inputs given to it want this plan: the tensors, as ``layout`` says, and what
+        other tensors the call has.
     records : bool
         Whether autograd records the call, where it is enabled.
     layout : Layout
+    places : tuple of (int, int)
+        Which of ``OTHERS`` there are, and where after the tensors: cu_seqlens_q and cu_seqlens_kv
+        may be one.
     numbers : tuple
-        The options that ``make`` was given.
+        The options that are no tensors.
     """
 
     __slots__ = (
-        "_forms", "_idle", "_lse", "_options", "_out", "_out_strides", "guard", "layout", "numbers",
-        "records",
+        "_forms", "_idle", "_lse", "_options", "_out", "_out_strides", "guard", "layout",
+        "num_tensors", "numbers", "places", "records",
     )  # fmt: skip
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         layout: Layout,
+        places: Places,
         numbers: tuple[Any, ...],
         results: Sequence[torch.Tensor],
         options: bytes,
     ) -> None:
-        self.guard = _guard(tensors)
-        self.records = any(x.requires_grad for x in tensors)
-        self.layout, self.numbers = layout, numbers
+        self.guard = _guard(inputs)
+        self.records = any(x.requires_grad for x in inputs)
+        self.num_tensors = len(inputs) - len({place for _, place in places})
+        self.layout, self.places, self.numbers = layout, places, numbers
         # Like out and lse, of one element: torch.empty_like is quicker than torch.empty.
         self._out, self._lse = (x.new_empty(1).expand(x.shape) for x in results)
         # Heads first, out has the memory of rows first, as a model's next layer reads it.
@@ -240,19 +252,19 @@ class Plan:
         self._idle: list[_PreparedCall] = []
         self._forms: list[_BackwardForm] = []
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse."""
         if self._out_strides is None:
             out = torch.empty_like(self._out, memory_format=torch.contiguous_format)
         else:
-            out = tensors[0].new_empty_strided(self._out.shape, self._out_strides)
+            out = inputs[0].new_empty_strided(self._out.shape, self._out_strides)
         lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
-        sources = (*tensors, out, lse)
+        sources = (*inputs, out, lse)
         try:
             call = self._idle.pop()
         except IndexError:
-            n = len(tensors)
-            named = self._named(("q", "k", "v"), tensors, 0)
+            n = len(inputs)
+            named = self._named(("q", "k", "v", *OTHERS), inputs, 0)
             named.update(out=(self._rows(out, HEADS_FIRST), n), lse=(lse, n + 1))
             call = _PreparedCall(FORWARD, named, sources, self._options)
         call.run(sources)
@@ -262,7 +274,7 @@ class Plan:
     def backward(
         self, dout: torch.Tensor, saved: Sequence[torch.Tensor], needs: tuple[bool, ...]
     ) -> list[torch.Tensor | None] | None:
-        """The gradients that are needed of the saved tensors, which are followed by out and lse.
+        """The gradients that are needed of the saved inputs, which are followed by out and lse.
 
         None: these tensors want the general way.
         """
@@ -283,23 +295,33 @@ class Plan:
         form.idle.append(call)
         return gradients
 
+    def others(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Those of ``OTHERS``, in that order."""
+        found: list[torch.Tensor | None] = [None] * len(OTHERS)
+        for other, place in self.places:
+            found[other] = inputs[self.num_tensors + place]
+        return found
+
     def _form(
         self, dout: torch.Tensor, saved: Sequence[torch.Tensor], needs: tuple[bool, ...]
     ) -> _BackwardForm | None:
+        n = self.num_tensors
         if not (
             is_ordinary(None, dout, *saved)
             and dout.stride(-1) in (0, 1)
             # Hooks on saved tensors may have given them other strides.
-            and all(x.stride(-1) == 1 for x in saved)
+            and all(x.stride(-1) == 1 for x in (*saved[:n], *saved[-2:]))
+            and all(x.is_contiguous() for x in saved[n:-2])
         ):
             return None
         guard = _guard((dout, *saved))
         if not guard(dout, *saved):
             return None
         makers = []
-        for x, need in zip(saved, needs):
-            like = torch.empty_like(x).stride() == empty_like(x, self.layout).stride()
-            maker = torch.empty_like if like else functools.partial(empty_like, layout=self.layout)
+        for i, (x, need) in enumerate(zip(saved, needs)):
+            layout = self.layout if i < n else None
+            like = torch.empty_like(x).stride() == empty_like(x, layout).stride()
+            maker = torch.empty_like if like else functools.partial(empty_like, layout=layout)
             makers.append(maker if need else None)
         if len(self._forms) >= _MAX_BACKWARD_FORMS:
             self._forms = []
@@ -308,12 +330,12 @@ class Plan:
         return form
 
     def _prepare_backward(self, sources: Sequence[Any]) -> _PreparedCall:
-        """Of dout, the saved tensors with out and lse, and their gradients."""
-        n = len(sources) // 2 - 1  # 1 + n + 2 + n
-        dout, *tensors = sources[: 1 + n]
+        """Of dout, the saved inputs with out and lse, and their gradients."""
+        n = (len(sources) - 3) // 2
+        dout, *inputs = sources[: 1 + n]
         out, lse, *gradients = sources[1 + n :]
-        named = self._named(("q", "k", "v"), tensors, 1)
-        named.update(self._named(("dq", "dk", "dv"), gradients, n + 3))
+        named = self._named(("q", "k", "v", *OTHERS), inputs, 1)
+        named.update(self._named(("dq", "dk", "dv", "dsinks"), gradients, n + 3))
         named.update(
             out=(self._rows(out, HEADS_FIRST), n + 1),
             lse=(lse, n + 2),
@@ -322,17 +344,20 @@ class Plan:
         return _PreparedCall(BACKWARD, named, sources, self._options)
 
     def _named(
-        self, names: Sequence[str], tensors: Sequence[Any], first: int
+        self, names: Sequence[str], inputs: Sequence[Any], first: int
     ) -> dict[str, tuple[torch.Tensor, int]]:
-        """q, k and v (or gradients) as the library takes them, and where among the sources."""
-        tensors = [x if x is None else x.detach() for x in tensors]
-        separate = parts(tensors, self.layout)
-        last = len(tensors) - 1
-        return {
-            name: (self._rows(x, HEADS_FIRST, HEADS_FIRST_TO_ROWS), first + min(i, last))
-            for i, (name, x) in enumerate(zip(names, separate))
+        """The inputs (or gradients) as the library takes them, and where among the sources."""
+        inputs = [x if x is None else x.detach() for x in inputs]
+        n = self.num_tensors
+        named = {
+            name: (self._rows(x, HEADS_FIRST, HEADS_FIRST_TO_ROWS), first + min(i, n - 1))
+            for i, (name, x) in enumerate(zip(names, parts(inputs[:n], self.layout)))
             if x is not None
         }
+        for other, place in self.places:
+            if 3 + other < len(names) and inputs[n + place] is not None:
+                named[names[3 + other]] = inputs[n + place], first + n + place
+        return named
 
     def _rows(self, x: torch.Tensor, *heads_first: str) -> torch.Tensor:
         """x with its rows before its heads, if the layout is one of these."""
@@ -342,19 +367,21 @@ class Plan:
 _plans: dict[Any, list[Plan]] = {}
 
 
-def find(tensors: Sequence[Any], layout: Layout, numbers: tuple[Any, ...]) -> Plan | None:
-    """The plan of an earlier call like this one, which has neither sinks nor lengths."""
-    key = (layout, len(tensors), numbers, torch.get_num_threads())
+def find(
+    inputs: Sequence[Any], layout: Layout, places: Places, numbers: tuple[Any, ...]
+) -> Plan | None:
+    """The plan of an earlier call like this one."""
+    key = (layout, len(inputs), places, numbers, torch.get_num_threads())
     plans = _plans.get(key)
     if (
         plans is None
         or _dispatch_modes()
-        or has_torch_function_variadic(*tensors)
-        or not _have_shapes(tensors)
+        or has_torch_function_variadic(*inputs)
+        or not _have_shapes(inputs)
     ):
         return None
     for plan in plans:
-        if plan.guard(*tensors):
+        if plan.guard(*inputs):
             if plan is not plans[0]:  # the next layer will want it too
                 _plans[key] = [plan, *(x for x in plans if x is not plan)]
             return plan
@@ -362,8 +389,9 @@ def find(tensors: Sequence[Any], layout: Layout, numbers: tuple[Any, ...]) -> Pl
 
 
 def make(
-    tensors: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
     layout: Layout,
+    places: Places,
     numbers: tuple[Any, ...],
     results: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]],
     options: Callable[..., bytes],
@@ -372,24 +400,26 @@ def make(
 
     ``results(q, v)`` makes out and lse, ``options(*numbers)`` fg_options.
     """
-    q, k, v = parts([x.detach() for x in tensors], layout)
+    n = len(inputs) - len({place for _, place in places})
+    q, k, v = parts([x.detach() for x in inputs[:n]], layout)
     if isinstance(layout, str):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     # The library refuses other ranks and dtypes and mixed devices; other strides are copied. A
     # number that is a tensor may be another one in the next call.
     if (
         _TensorGuards is None
-        or not q.ndim == k.ndim == v.ndim == 4
-        or not q.device == k.device == v.device
-        or not all(x.stride(-1) == 1 and x.dtype in _DTYPES for x in (q, k, v))
+        or not 3 <= q.ndim == k.ndim == v.ndim <= 4
+        or not all(x.device == q.device and x.dtype in _DTYPES for x in (k, *inputs))
+        or not all(x.stride(-1) == 1 for x in (q, k, v))
+        or not all(x.ndim == 1 and x.is_contiguous() for x in inputs[n:])
         or not all(x is None or isinstance(x, Number) for x in numbers)
     ):
         return None
-    plan = Plan(tensors, layout, numbers, results(q, v), options(*numbers))
-    if not plan.guard(*tensors):  # a tensor that comes twice
+    plan = Plan(inputs, layout, places, numbers, results(q, v), options(*numbers))
+    if not plan.guard(*inputs):  # a tensor that comes twice
         return None
     if sum(map(len, _plans.values())) >= _MAX_PLANS:
         _plans.clear()
-    key = (layout, len(tensors), numbers, torch.get_num_threads())
+    key = (layout, len(inputs), places, numbers, torch.get_num_threads())
     _plans.setdefault(key, []).append(plan)
     return plan
