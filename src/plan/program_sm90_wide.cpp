@@ -36,12 +36,11 @@ sm90::WideTile tile_of(const HeadData& data, int first_key, int rank) {
   params.sequences.rows_q = data.queries;
   params.sequences.rows_kv = data.keys;
   params.sequences.mask.right = data.causal ? 0 : kUnbounded;
-  params.heads_kv = params.group = params.num_units = params.section = 1;
-  params.num_kv_blocks = data.keys / (kKeys * kCluster);
+  params.heads_kv = params.group = 1;
   sm90::WidePass pass{};
   pass.num_units = pass.section = 1;
   pass.key_count = data.keys / kKeys;
-  pass.num_key_tiles = params.num_kv_blocks;
+  pass.num_key_tiles = data.keys / (kKeys * kCluster);
   pass.blocks_per_head = data.queries / kM;
   return sm90::wide_tile<kCluster>(params, pass, first_key / kKeys + rank);
 }

@@ -48,9 +48,10 @@ std::vector<Work> works_in_order(const Setting& s, int lag, int last_parts) {
   std::vector<Work> works;
   for (int i = 0; i < s.units * (s.tiles + 1) + lag * last_parts; ++i) {
     const ServedOrder order(i, s.section, s.tiles, s.units, last_parts);
-    works.push_back(order.unit >= 0
-                        ? Work{true, static_cast<int>(order.unit), static_cast<int>(order.part)}
-                        : Work{false, key_tile<kBlockN, 1>(p, order.tile).batch_index});
+    works.push_back(
+        order.unit >= 0
+            ? Work{true, static_cast<int>(order.unit), static_cast<int>(order.part)}
+            : Work{false, tile_place(p, kBlockN, static_cast<std::uint32_t>(order.tile)).span});
   }
   return works;
 }

@@ -22,9 +22,9 @@ struct WideTile {
   int to_next_head;    // from the image of a head's last step to that of the next head's first
 };
 
-// The tile of a CTA. num_steps is -1 if another pass makes its keys. Tiles are launched in sections
-// of units, in each by ascending keys: for causal masks the longest come first, and the live q and
-// dout of a section fit the L2.
+// Fills in the tile of a CTA. num_steps is -1 if another pass makes its keys. Tiles are launched in
+// sections of units, in each by ascending keys: for causal masks the longest come first, and the
+// live q and dout of a section fit the L2.
 template <int kCluster>
 FG_HOST_DEVICE inline void describe_wide_tile(const BwdParams& p, const WidePass& pass,
                                               std::int64_t cta, WideTile& tile) {
@@ -70,6 +70,7 @@ FG_HOST_DEVICE inline void describe_wide_tile(const BwdParams& p, const WidePass
   tile.to_block_below = -key_count;
   tile.to_next_head = (blocks_per_head + tile.keys.m_end - 1 - tile.keys.m_begin) * key_count;
 }
+
 template <int kCluster>
 inline WideTile wide_tile(const BwdParams& p, const WidePass& pass, std::int64_t cta) {
   WideTile tile;
