@@ -12,10 +12,10 @@ namespace flashgrad::sm90 {
 
 struct KeyTile;  // key_tile.cuh
 
-// Whether the rows of a tensor of 16-bit elements begin at multiples of 16 bytes.
+// Whether all rows of a tensor of 16-bit elements begin at multiples of 16 bytes.
 FG_HOST_DEVICE inline bool has_aligned_rows(const Tensor& t) {
-  return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.row_stride % 8 == 0 &&
-         t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
+  const auto strides = static_cast<std::uintptr_t>(t.row_stride | t.head_stride | t.batch_stride);
+  return (reinterpret_cast<std::uintptr_t>(t.data) | 2 * strides) % 16 == 0;
 }
 
 // The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
