@@ -21,8 +21,12 @@ mkdir -p "$LOGS"
 run() {
   local tool=$1 what="$*" start=$SECONDS status log
   log="$LOGS/${what//[^a-zA-Z0-9_]/-}.txt"
+  # The reference that sm90_backward compares with is no part of the library; but initcheck must see
+  # it write.
+  local skip=()
+  [ "$tool" = initcheck ] || skip=(--kernel-regex-exclude kns=reference_)
   timeout -k 2 "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 3 --print-limit 20 \
-    "$programs/$2" "${@:3}" > "$log" 2>&1
+    "${skip[@]}" "$programs/$2" "${@:3}" > "$log" 2>&1
   status=$?
   printf '%-40s exit %3d, %3d s, %2d checks right; %s\n' "$what" "$status" $((SECONDS - start)) \
     "$(grep -c 'ok  ' "$log")" "$(grep -o '[A-Z]* SUMMARY: .*' "$log" | tail -1)"
