@@ -10,8 +10,8 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .._library import ArgumentError
 from ._masks import band_attention, read_mask
-from ._ops import attention, check_tensor
-from ._plans import HEADS_FIRST
+from ._attention import attention, check_tensor
+from ._layout import HEADS_FIRST
 
 
 def scaled_dot_product_attention(
