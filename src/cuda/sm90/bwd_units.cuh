@@ -55,7 +55,7 @@ __device__ __forceinline__ void count_warp(std::uint32_t* counter, int lane) {
   }
 }
 
-// Waits until the slot of the tile's own unit has been cleared.
+// Waits until the slot of a unit has been cleared.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
   const int before = unit - p.pipeline.slots;
@@ -133,10 +133,7 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   const int first_head = (unit - batch * heads_kv) * group;
   const auto q_rows = static_cast<int>(p.sequences.rows_q);
   const bool clear = p.pipeline.reused(unit, p.num_units);
-  const bool wide = p.dq.dtype != DType::kF32 &&
-                    reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
-                    p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 &&
-                    p.dq.batch_stride % 8 == 0 && C.head_dim == p.head_dim;
+  const bool wide = p.dq.dtype != DType::kF32 && has_aligned_rows(p.dq) && C.head_dim == p.head_dim;
   float* const unit_sums = p.dq_accumulator + std::int64_t{unit % p.pipeline.slots} *
                                                   (group * head_blocks) * (kBlockM * C.head_dim);
   const int items = 4 * kPieces * group * head_blocks;
@@ -216,6 +213,7 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int pa
       }
     } else if (p.pipeline.lag > 0 && earlier >= 0) {
       wait_for_all(unit_counter(p, earlier, UnitPipeline::kAdded), adding_warps<C>(p));
+      wait_for_slot<C>(p, earlier);  // as no tile of it did if none sees a row
       finish_unit<C, T>(p, earlier, warp, parts * kServingWarps<C>, lane);
       count_warp(unit_counter(p, earlier, UnitPipeline::kFinished), lane);
     }
