@@ -136,6 +136,14 @@ __device__ __forceinline__ std::uint32_t load_from_cta(std::uint32_t address, st
   return value;
 }
 
+// The same object, of which the compiler computes nothing ahead: what it would keep, and spill.
+template <class T>
+__device__ __forceinline__ const T& opaque(const T& object) {
+  const T* address = &object;
+  asm volatile("" : "+l"(address));
+  return *address;
+}
+
 // Keeps registers where they are: the compiler may not move their computation across this point.
 template <class T, int kCount>
 __device__ __forceinline__ void pin(T (&registers)[kCount]) {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void count_warp(std::uint32_t* counter, int lane) {
   }
 }
 
-// Waits until the slot of the tile's own unit has been cleared.
+// Waits until the slot of a unit has been cleared.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
   const int before = unit - p.pipeline.slots;
@@ -246,6 +246,7 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int pa
       }
     } else if (p.pipeline.lag > 0 && earlier >= 0) {
       wait_for_all(unit_counter(p, earlier, UnitPipeline::kAdded), adding_warps<C>(p));
+      wait_for_slot<C>(p, earlier);  // as no tile of it did if none sees a row
       finish_unit<C, T>(p, earlier, warp, parts * kServingWarps<C>, lane);
       count_warp(unit_counter(p, earlier, UnitPipeline::kFinished), lane);
     }

@@ -23,12 +23,12 @@
 //                    places of their own, with the first piece
 //   q_empty          8 (cluster: 16, of both CTAs); P after (1), dS after (6) -> loader; step
 //   do_empty         8 (16); dS after (3), P after (5) -> loader; step
-//   p_full           4; P -> dS; step, slot = step mod kSlots
 //   p_empty          4; dS, when the copy engine has read the slot -> P; step
 //   landing          1; loader -> loader, for tiles with rows to clear
 //   done             8; P and dS after their last products -> both; once, without kAhead
 //   and, with kAhead, those of wide_rounds.cuh
-// Named barriers: 3, 4 the epilogue of P and dS.
+// Named barriers: the epilogues of P and dS, and for each slot that P has filled it: P's threads
+// arrive, dS's wait; step, slot = step mod kSlots.
 #pragma once
 
 #include "cuda/sm90/bwd_store.cuh"
@@ -243,10 +243,7 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
       ptx::wgmma_fence();
       ptx::wgmma_rs<kDv, T, true, 1>(dv, rp + 4 * k, desc_b + Tile::mn_major_step(k));
     }
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(shared.p_full(slot));
-    }
+    ptx::named_barrier_arrive<256>(kPFullBarrier + slot);
     ptx::wgmma_commit();
     previous_do = do_stage;
     do_ring.advance();
@@ -281,7 +278,7 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
   wide_products_done(shared, lane);
   if (p.dv) {
     store_rows<kDv, 64, T>(dv, 1.0F, gradient_rows(p.dv, tile, 0, p.head_dim_v),
-                           shared.dv_staging(), 0, 3, thread);
+                           shared.dv_staging(), 0, kPEpilogueBarrier, thread);
   }
 }
 
@@ -349,7 +346,7 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     }
     std::uint32_t rds[16];  // P, then dS
     // While (3) still runs.
-    ptx::mbarrier_wait(shared.p_full(slot), static_cast<std::uint32_t>(step / Shared::kSlots) & 1U);
+    ptx::named_barrier_sync<256>(kPFullBarrier + slot);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint4 packed = ptx::load_shared_uint4(shared.handover(slot, k, thread));
@@ -425,7 +422,7 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
   wide_products_done(shared, lane);
   if (p.dk) {
     store_rows<kD, 64, T>(dk, p.scale, gradient_rows(p.dk, tile, 0, p.head_dim),
-                          shared.dk_staging(), 0, 4, thread);
+                          shared.dk_staging(), 0, kDsEpilogueBarrier, thread);
   }
 }
 
@@ -443,7 +440,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
   if (threadIdx.x == 0) {
     shared.init_barriers();
   } else if (threadIdx.x == 128) {
-    tiles[0] = wide_tile<kCluster>(p, pass, blockIdx.x);
+    describe_wide_tile<kCluster>(p, pass, blockIdx.x, tiles[0]);
   }
   __syncthreads();
   if constexpr (kCluster == 2) {
@@ -479,9 +476,11 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
         }
       });
     } else if (kSeveral && warp == 9 && lane == 0) {
-      rounds.schedule<kCluster>(
-          p.ticket, static_cast<std::uint32_t>(pass.num_units * pass.num_key_tiles), rank, tiles,
-          [&](std::int64_t cta) { return wide_tile<kCluster>(p, pass, cta); });
+      rounds.schedule<kCluster>(p.ticket,
+                                static_cast<std::uint32_t>(pass.num_units * pass.num_key_tiles),
+                                rank, tiles, [&](std::int64_t cta, WideTile& tile) {
+                                  describe_wide_tile<kCluster>(ptx::opaque(p), pass, cta, tile);
+                                });
     }
   } else if (warpgroup == 0) {
     ptx::registers_increase<Shared::kPRegisters>();
@@ -493,7 +492,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
       } else if (tile.keys.num_steps == 0 && p.dv) {
         store_zeros(p.dv, tile.keys, static_cast<int>(p.head_dim_v), thread, 128);
       }
-      end_tile(round, 3);
+      end_tile(round, kPEpilogueBarrier);
     });
   } else {
     ptx::registers_increase<Shared::kDsRegisters>();
@@ -505,7 +504,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
       } else if (tile.keys.num_steps == 0 && p.dk) {
         store_zeros(p.dk, tile.keys, static_cast<int>(p.head_dim), thread, 128);
       }
-      end_tile(round, 4);
+      end_tile(round, kDsEpilogueBarrier);
     });
   }
   if constexpr (kCluster == 2) {

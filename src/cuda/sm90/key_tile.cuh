@@ -46,8 +46,8 @@ struct alignas(16) KeyTile {
   // Query blocks [full_begin, full_end) need no mask for the tile's 64-key block of this index.
   int full_begin[4];
   int full_end[4];
-  // Query blocks [seen_begin, seen_end) see keys of the tile's 64-key block of this index, the
-  // first of a consumer.
+  // Of tiles in which each consumer has one block of 64 keys: query blocks [seen_begin, seen_end)
+  // see keys of the block of this index.
   int seen_begin[2];
   int seen_end[2];
   // Where units are served (unit_pipeline.hpp): set once those of the unit's rows are prepared that
@@ -87,12 +87,13 @@ FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::int64_t key
 
 // The tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA of the
 // cluster needs.
-FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm& form,
-                                          const PackedTile& place, std::int64_t rank) {
+FG_HOST_DEVICE inline void describe_key_tile(const BwdParams& p, const KeyTileForm& form,
+                                             const PackedTile& place, std::int64_t rank,
+                                             KeyTile& tile) {
   const std::int64_t block_n = form.block_n;
   const std::int64_t cluster_n = block_n * form.cluster;
   const Sequences& s = p.sequences;
-  KeyTile tile{};
+  tile = {};
   const std::int64_t span = place.span;
   const std::int64_t block = place.block;
   const SequenceSpan sequence = sequence_span(s, span);
@@ -125,7 +126,7 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
     return *live_begin > 0 || *live_end < existing;
   };
   tile.has_dead_keys = has_dead_keys(begin, &tile.live_begin, &tile.live_end) ? 1 : 0;
-  if (form.cluster == 2) {
+  if (form.cluster == 2 && form.block_n > 64) {
     tile.has_dead_keys |= has_dead_keys(cluster_begin + (1 - rank) * block_n, &tile.peer_live_begin,
                                         &tile.peer_live_end)
                               ? 1
@@ -143,7 +144,8 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
     tile.full_end[i] = static_cast<int>(
         full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM : full.end / kBlockM);
   }
-  for (int i = 0; i < 2; ++i) {
+  constexpr int kConsumers = BwdConfig::kConsumers;
+  for (int i = 0; i < kConsumers && form.block_n == kConsumers * 64; ++i) {
     const Range seen =
         band.q_range(begin + std::int64_t{64} * i, begin + std::int64_t{64} * (i + 1));
     tile.seen_begin[i] = seen.empty() ? 0 : static_cast<int>(seen.begin / kBlockM);
@@ -187,6 +189,11 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
       }
     }
   }
+}
+FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm& form,
+                                          const PackedTile& place, std::int64_t rank) {
+  KeyTile tile;
+  describe_key_tile(p, form, place, rank, tile);
   return tile;
 }
 

@@ -12,10 +12,10 @@
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
-// Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag, and a tile of unit
-// u for those who serve units u - lead and u - slots + lag. All of these have smaller numbers, and
-// CTAs start in the order of their numbers. Mostly nobody waits at all, since that many other tiles
-// have started since.
+// Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag and for those who
+// serve unit u - slots, and a tile of unit u for those who serve units u - lead and u - slots +
+// lag. All of these have smaller numbers, and CTAs start in the order of their numbers. Mostly
+// nobody waits at all, since that many other tiles have started since.
 #pragma once
 
 #include <algorithm>
