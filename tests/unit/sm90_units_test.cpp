@@ -153,6 +153,22 @@ void simulate(const Setting& s, int resident) {
   }
 }
 
+TEST(Sm90Units, FindTheClustersOfTheirTiles) {
+  for (const Setting& s : {Setting{41, 3, 3, 13}, Setting{90, 6, 7, 20}, Setting{5, 1, 2, 4}}) {
+    const BwdParams p = params(s);
+    for (int u = 0; u < s.units; ++u) {
+      for (int block = 0; block < s.tiles; ++block) {
+        const ServedOrder order(ServedOrder::cluster_of(u, block, s.section, s.tiles, s.units),
+                                s.section, s.tiles, s.units, 1);
+        ASSERT_EQ(order.unit, -1);
+        const KeyTile tile = key_tile<kBlockN, 1>(p, order.tile);
+        EXPECT_EQ(tile.batch_index, u);
+        EXPECT_EQ(tile.kv_row, block * kBlockN);
+      }
+    }
+  }
+}
+
 TEST(Sm90Units, PassThroughInAnyOrder) {
   const Setting settings[] = {{256, 8, 1, 132}, {256, 8, 16, 132}, {64, 32, 4, 132},
                               {41, 3, 3, 13},   {90, 6, 7, 20},    {55, 1, 2, 4}};

@@ -120,7 +120,7 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
 
 BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& plan,
                            const RowStatistics& rows, float* dq_accumulator,
-                           const UnitPipeline& pipeline, const DqOrder& order, const KeyTile* tiles,
+                           const UnitPipeline& pipeline, const DqOrder& order, KeyTile* tiles,
                            const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
   BwdParams params = key_params(p, args, rows);

@@ -67,14 +67,44 @@ __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
 // Waits until the rows of the tile's own unit have been prepared; the copy engine may load them
 // then. Returns whether all are known to be readable.
 template <BwdConfig C>
-__device__ __forceinline__ bool wait_for_rows(const BwdParams& p, int unit) {
+__device__ __forceinline__ bool wait_for_rows(const BwdParams& p, const KeyTile& tile) {
+  const int unit = unit_of(p, tile);
   if (p.pipeline.lead == 0 || unit < p.pipeline.lead) {
     return false;
   }
-  const std::uint32_t seen =
-      wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), kServingWarps<C>);
+  bool readable = tile.rows_ready == kRowsReadable;
+  if (tile.rows_ready == 0) {
+    readable = (wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), kServingWarps<C>) &
+                kSomeMarked) == 0;
+  }
   ptx::fence_proxy_async_global();
-  return (seen & kSomeMarked) == 0;
+  return readable;
+}
+
+// Counts this warp among those that have prepared a unit; the last one tells the unit's tiles, each
+// of which then needs no other look.
+template <BwdConfig C>
+__device__ __forceinline__ void count_prepared(const BwdParams& p, int unit, int lane) {
+  __syncwarp();
+  std::uint32_t before = 0;
+  if (lane == 0) {
+    before = ptx::add_acquire_release(unit_counter(p, unit, UnitPipeline::kPrepared), 1);
+  }
+  before = __shfl_sync(0xffffffffU, before, 0);
+  if ((before & ~kSomeMarked) != kServingWarps<C> - 1) {
+    return;
+  }
+  const std::uint32_t ready = (before & kSomeMarked) == 0 ? kRowsReadable : kRowsMarked;
+  const int num_tiles = static_cast<int>(p.num_kv_blocks) * C.cluster;
+  const std::int64_t first =
+      ServedOrder::cluster_of(unit, 0, p.section, p.num_kv_blocks, p.num_units);
+  const std::int64_t second =
+      ServedOrder::cluster_of(unit, 1, p.section, p.num_kv_blocks, p.num_units);
+  for (int i = lane; i < num_tiles; i += 32) {
+    KeyTile* const tile =
+        p.tiles + (first + i / C.cluster * (second - first)) * C.cluster + i % C.cluster;
+    ptx::store_release(&tile->rows_ready, ready);
+  }
 }
 
 // Prepares the rows of a unit, by `warps` warps, 16 rows each at a time.
@@ -209,7 +239,7 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int pa
     if ((half + warp) % 2 == 0) {
       if (p.pipeline.lead > 0 && later < p.num_units) {
         prepare_unit<T>(p, later, warp, kServingWarps<C>, lane);
-        count_warp(unit_counter(p, later, UnitPipeline::kPrepared), lane);
+        count_prepared<C>(p, later, lane);
       }
     } else if (p.pipeline.lag > 0 && earlier >= 0) {
       wait_for_all(unit_counter(p, earlier, UnitPipeline::kAdded), adding_warps<C>(p));

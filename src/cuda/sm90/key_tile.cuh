@@ -14,7 +14,7 @@
 namespace flashgrad::sm90 {
 
 // Kept in shared memory; 32 bits suffice because supports() refuses 2^30 rows and more.
-struct KeyTile {
+struct alignas(16) KeyTile {
   int num_steps;  // query blocks times query heads of the group
   int m_begin;    // query blocks, walked from m_start down to m_begin, then from m_end - 1 down
   int m_end;
@@ -51,6 +51,9 @@ struct KeyTile {
   // see keys of the block of this index.
   int seen_begin[2];
   int seen_end[2];
+  // Where units are served (unit_pipeline.hpp): set once those of the unit's rows are prepared that
+  // others prepare; 0 is no answer.
+  std::uint32_t rows_ready;
 };
 
 constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t high) {

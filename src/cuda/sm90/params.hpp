@@ -87,7 +87,7 @@ struct BwdParams {
   std::int64_t section;        // units whose tiles are launched together, longest tiles first
   std::int64_t round = 1;      // neighbouring tiles of a unit launched together
   // Of each CTA in the order of the launch, described by prepare; null: no bwd.cuh.
-  const KeyTile* tiles;
+  KeyTile* tiles;
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
   Tensor q, k, v, dout;
   std::uint32_t mapped;  // bits kMapQ...

@@ -28,6 +28,10 @@ namespace flashgrad::sm90 {
 // KeyTile::num_steps of a CTA that serves a unit.
 inline constexpr int kServesUnit = -1;
 
+// KeyTile::rows_ready.
+inline constexpr std::uint32_t kRowsReadable = 1;  // all of them
+inline constexpr std::uint32_t kRowsMarked = 2;    // some blocks are marked
+
 // In a unit's kPrepared: some of its blocks are marked in RowStatistics::unreadable.
 inline constexpr std::uint32_t kSomeMarked = 0x80000000U;
 
@@ -77,6 +81,16 @@ struct ServedOrder {
     } else {
       tile = section_begin * tiles + in_section - units;
     }
+  }
+
+  // The number of the cluster that computes tile `block` of unit `of`.
+  FG_HOST_DEVICE static constexpr std::int64_t cluster_of(std::int64_t of, std::int64_t block,
+                                                          std::int64_t section, std::int64_t tiles,
+                                                          std::int64_t num_units) {
+    const std::int64_t section_begin = of / section * section;
+    const std::int64_t left = num_units - section_begin;
+    const std::int64_t units = left < section ? left : section;
+    return section_begin * (tiles + 1) + (1 + block) * units + of - section_begin;
   }
 };
 

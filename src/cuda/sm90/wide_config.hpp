@@ -68,7 +68,7 @@ struct WideConfig {
   }
   // The number of the next tile, from the cluster's first CTA; then the tiles of two rounds.
   constexpr int number_offset() const { return barrier_offset() + 8 * num_barriers(); }
-  constexpr int info_offset() const { return number_offset() + 8; }
+  constexpr int info_offset() const { return (number_offset() + 8 + 15) / 16 * 16; }
   constexpr int shared_bytes() const {
     return info_offset() + 2 * static_cast<int>(sizeof(WideTile));
   }
@@ -96,7 +96,7 @@ struct WideDqConfig {
   constexpr int num_barriers() const { return 2 * stages() + 1 + kWideRoundBarriers; }
   // The number of the next tile, from the cluster's first CTA.
   constexpr int number_offset() const { return barrier_offset() + 8 * num_barriers(); }
-  constexpr int info_offset() const { return number_offset() + 8; }
+  constexpr int info_offset() const { return (number_offset() + 8 + 15) / 16 * 16; }
   constexpr int shared_bytes() const {
     return info_offset() + 2 * static_cast<int>(sizeof(WideDqTile)) + tile::kTileAlignment;
   }
