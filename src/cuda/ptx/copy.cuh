@@ -42,6 +42,14 @@ __device__ __forceinline__ void tensor_load_multicast(std::uint32_t destination,
       : "memory");
 }
 
+// PTX ISA, "cp.async.bulk.prefetch.tensor": the box into the L2.
+__device__ __forceinline__ void tensor_prefetch_l2(const CUtensorMap* map, int c0, int c1, int c2,
+                                                   int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
 // PTX ISA, "prefetch.tensormap".
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -77,6 +77,19 @@ __device__ __forceinline__ std::uint32_t pack(float low, float high) {
   return packed;
 }
 
+// PTX ISA, "fma": a * b + c of packed pairs of 16-bit floats.
+template <class T>
+__device__ __forceinline__ std::uint32_t fma_pairs(std::uint32_t a, std::uint32_t b,
+                                                   std::uint32_t c) {
+  std::uint32_t result;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  }
+  return result;
+}
+
 template <class T>
 __device__ __forceinline__ float2 unpack(std::uint32_t packed) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -31,19 +31,19 @@ struct FwdConfig {
   static constexpr int bytes(int rows, int columns) {
     return boxes(columns) * rows * tile::kBoxRowBytes;
   }
-  constexpr int q_bytes() const { return bytes(block_m(), head_dim); }
+  constexpr int q_bytes() const { return bytes(64, head_dim); }  // of a consumer
   constexpr int k_bytes() const { return bytes(block_n, head_dim); }
   constexpr int v_bytes() const { return bytes(block_n, head_dim_v); }
 
   // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
   constexpr int q_offset() const { return 0; }
-  constexpr int k_offset() const { return q_offset() + q_bytes(); }
+  constexpr int k_offset() const { return q_offset() + num_consumers * q_bytes(); }
   constexpr int v_offset() const { return k_offset() + stages * k_bytes(); }
   constexpr int row_keys_offset() const { return v_offset() + stages * v_bytes(); }
   constexpr int tiles_offset() const { return row_keys_offset() + 2 * 8 * block_m(); }
   static constexpr int kTileBytes = 208;
   constexpr int barrier_offset() const { return tiles_offset() + 2 * kTileBytes; }
-  constexpr int num_barriers() const { return 7 + 4 * stages; }
+  constexpr int num_barriers() const { return 5 + 2 * num_consumers + 4 * stages; }
   constexpr int shared_bytes() const { return barrier_offset() + 8 * num_barriers(); }
 
   // S, P as operands and O of a consumer thread, and what wgmma itself takes (registers begin at

@@ -192,8 +192,7 @@ Status launch_forward(const Problem& p, const Args& args) {
   params.v = args.v;
   FwdMaps maps{};
   if (p.seqlen_kv > 0 && p.batch > 0) {
-    FG_RETURN_IF_ERROR(
-        make_map(params.q, query_extents(p), config.block_m(), kFwdMapQ, &maps.q, &params.mapped));
+    FG_RETURN_IF_ERROR(make_map(params.q, query_extents(p), 64, kFwdMapQ, &maps.q, &params.mapped));
     FG_RETURN_IF_ERROR(
         make_map(params.k, key_extents(p), config.block_n, kFwdMapK, &maps.k, &params.mapped));
     FG_RETURN_IF_ERROR(

@@ -2,11 +2,11 @@
 // The forward's shared memory: tiles, barriers and how their uses are counted.
 //
 // | barrier          | arrives                           | waits               | count         |
-// | tile_full[2]     | scheduler, all lanes              | producer, consumers | 32            |
-// | tile_empty[2]    | all lanes of their warps          | scheduler           | 128 * C + 32  |
+// | tile_full[2]     | scheduler, all lanes              | loaders, consumers  | 32            |
+// | tile_empty[2]    | all lanes of their warps          | scheduler           | 128 * C + 64  |
 // | tile_wanted      | producer, when few loads are left | scheduler           | 1             |
-// | q_full           | producer and the copy engine      | consumers           | 1             |
-// | q_empty          | a lane of each consumer warp      | producer            | 4 * C         |
+// | q_full[C]        | loader of Q and the copy engine   | consumer            | 1             |
+// | q_empty[C]       | a lane of each of its warps       | loader of Q         | 4             |
 // | k_full, v_full   | producer and the copy engine      | consumers           | 1             |
 // | k_empty, v_empty | a lane of each consumer warp      | producer            | 4 * C         |
 //
@@ -45,9 +45,10 @@ struct FwdShared {
   __device__ explicit FwdShared(std::uint8_t* memory)
       : base(memory), address(ptx::shared_address(memory)) {}
 
-  // Tiles, swizzled (tile/swizzle.hpp): (block_m, head_dim), (block_n, head_dim), (block_n,
-  // head_dim_v).
-  __device__ std::uint32_t q() const { return address + C.q_offset(); }
+  // Tiles, swizzled (tile/swizzle.hpp): (64, head_dim), (block_n, head_dim), (block_n, head_dim_v).
+  __device__ std::uint32_t q(int consumer) const {
+    return address + C.q_offset() + consumer * C.q_bytes();
+  }
   __device__ std::uint32_t k(int stage) const {
     return address + C.k_offset() + stage * C.k_bytes();
   }
@@ -68,23 +69,30 @@ struct FwdShared {
   __device__ std::uint32_t tile_full(int slot) const { return barrier(slot); }
   __device__ std::uint32_t tile_empty(int slot) const { return barrier(2 + slot); }
   __device__ std::uint32_t tile_wanted() const { return barrier(4); }
-  __device__ std::uint32_t q_full() const { return barrier(5); }
-  __device__ std::uint32_t q_empty() const { return barrier(6); }
-  __device__ std::uint32_t k_full(int stage) const { return barrier(7 + stage); }
-  __device__ std::uint32_t k_empty(int stage) const { return barrier(7 + C.stages + stage); }
-  __device__ std::uint32_t v_full(int stage) const { return barrier(7 + 2 * C.stages + stage); }
-  __device__ std::uint32_t v_empty(int stage) const { return barrier(7 + 3 * C.stages + stage); }
+  __device__ std::uint32_t q_full(int consumer) const { return barrier(5 + consumer); }
+  __device__ std::uint32_t q_empty(int consumer) const {
+    return barrier(5 + C.num_consumers + consumer);
+  }
+  __device__ std::uint32_t k_full(int stage) const { return ring_barrier(0, stage); }
+  __device__ std::uint32_t k_empty(int stage) const { return ring_barrier(1, stage); }
+  __device__ std::uint32_t v_full(int stage) const { return ring_barrier(2, stage); }
+  __device__ std::uint32_t v_empty(int stage) const { return ring_barrier(3, stage); }
+  __device__ std::uint32_t ring_barrier(int ring, int stage) const {
+    return barrier(5 + 2 * C.num_consumers + ring * C.stages + stage);
+  }
 
   // One thread.
   __device__ void init_barriers() const {
     constexpr int kConsumerWarps = 4 * C.num_consumers;
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(tile_full(i), 32);
-      ptx::mbarrier_init(tile_empty(i), 32 * (kConsumerWarps + 1));
+      ptx::mbarrier_init(tile_empty(i), 32 * (kConsumerWarps + 2));
     }
     ptx::mbarrier_init(tile_wanted(), 1);
-    ptx::mbarrier_init(q_full(), 1);
-    ptx::mbarrier_init(q_empty(), kConsumerWarps);
+    for (int i = 0; i < C.num_consumers; ++i) {
+      ptx::mbarrier_init(q_full(i), 1);
+      ptx::mbarrier_init(q_empty(i), 4);
+    }
     for (int i = 0; i < C.stages; ++i) {
       ptx::mbarrier_init(k_full(i), 1);
       ptx::mbarrier_init(k_empty(i), kConsumerWarps);

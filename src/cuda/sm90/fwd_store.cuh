@@ -12,56 +12,63 @@
 
 namespace flashgrad::sm90 {
 
-// Writes O times `factor`. Each quad first exchanges its columns, so that a thread holds 8
-// neighbours.
+// Writes O times `factor`; says whether what the thread holds of its two rows is finite. Lanes 2 i and
+// 2 i + 1 of a quad first exchange half of their columns, so that each holds 4 neighbours and a
+// quad writes 32 bytes of a row.
 template <int kColumns, class T>
-__device__ __forceinline__ void store_out(const float (&o)[kColumns / 2], const float (&factor)[2],
-                                          const FwdParams& p, T* out, int row, int num_rows) {
-  const int lane_of_quad = static_cast<int>(threadIdx.x) % 4;
-  const auto pick = [](const std::uint32_t(&x)[4], int i) {
-    const std::uint32_t low = (i & 1) != 0 ? x[1] : x[0];
-    const std::uint32_t high = (i & 1) != 0 ? x[3] : x[2];
-    return (i & 2) != 0 ? high : low;
-  };
+__device__ __forceinline__ void store_out(float (&o)[kColumns / 2], const float (&factor)[2],
+                                          const FwdParams& p, T* out, int row, int num_rows,
+                                          bool (&is_finite)[2]) {
+  const int lane_of_quad = ptx::thread_index() % 4;
+  const bool odd = lane_of_quad % 2 != 0;
+  const int first_column = lane_of_quad % 2 * 8 + lane_of_quad / 2 * 4;
+  // A row that sees nothing is 0, whatever V holds.
+  if (__any_sync(0xffffffffU, factor[0] == 0.0F || factor[1] == 0.0F)) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      o[i] = factor[i / 2 % 2] == 0.0F ? 0.0F : o[i];
+    }
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    T* const row_out = out + (row + 8 * r) * p.out.row_stride;
+    // The thread's columns, in order: first_column + 16 c to first_column + 16 c + 3 for each c.
+    uint2 columns[kColumns / 16];
+    std::uint32_t zero[2] = {0, 0};
 #pragma unroll
-    for (int c = 0; c < kColumns / 32; ++c) {
-      std::uint32_t mine[4];
+    for (int c = 0; c < kColumns / 16; ++c) {
+      std::uint32_t mine[2];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = 4 * (4 * c + j) + 2 * r;
-        // A row that sees nothing is 0, whatever V holds.
-        mine[j] = factor[r] == 0.0F ? 0U : ptx::pack<T>(o[i] * factor[r], o[i + 1] * factor[r]);
+      for (int j = 0; j < 2; ++j) {
+        const int i = 4 * (2 * c + j) + 2 * r;
+        mine[j] = ptx::pack<T>(o[i] * factor[r], o[i + 1] * factor[r]);
+        zero[j] = ptx::fma_pairs<T>(mine[j], 0, zero[j]);
       }
-      std::uint32_t received[4];
+      const std::uint32_t received = __shfl_xor_sync(0xffffffffU, odd ? mine[0] : mine[1], 1);
+      columns[c] = odd ? make_uint2(received, mine[1]) : make_uint2(mine[0], received);
+    }
+    // 0 x is +0 or -0 of every finite x.
+    is_finite[r] = ((zero[0] | zero[1]) & 0x7fff7fffU) == 0;
+    if (row + 8 * r >= num_rows) {
+      continue;
+    }
+    T* const row_out = out + (row + 8 * r) * p.out.row_stride + first_column;
+    const int count = p.head_dim_v - first_column;
+    if (p.out_vectors) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        received[j] = __shfl_xor_sync(0xffffffffU, pick(mine, lane_of_quad ^ j), j);
-      }
-      union {
-        uint4 vector;
-        std::uint32_t pair[4];
-        std::uint16_t element[8];
-      } columns;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        columns.pair[j] = pick(received, lane_of_quad ^ j);
-      }
-      const int first = 32 * c + 8 * lane_of_quad;
-      if (row + 8 * r >= num_rows) {
-        continue;
-      }
-      if (p.out_vectors) {
-        if (first < p.head_dim_v) {
-          *reinterpret_cast<uint4*>(row_out + first) = columns.vector;
+      for (int c = 0; c < kColumns / 16; ++c) {
+        if (16 * c < count) {
+          *reinterpret_cast<uint2*>(row_out + 16 * c) = columns[c];
         }
-      } else {
+      }
+    } else {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (first + e < p.head_dim_v) {
-            reinterpret_cast<std::uint16_t*>(row_out)[first + e] = columns.element[e];
+      for (int c = 0; c < kColumns / 16; ++c) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (16 * c + e < count) {
+            const std::uint32_t pair = e < 2 ? columns[c].x : columns[c].y;
+            reinterpret_cast<std::uint16_t*>(row_out)[16 * c + e] =
+                static_cast<std::uint16_t>(pair >> (e % 2 * 16));
           }
         }
       }
@@ -174,11 +181,12 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
 // out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp_row` is the
 // warp's first row in the tile.
 template <int kColumns, bool kScoreFunction, class T>
-__device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], const SoftmaxRows& rows,
+__device__ __forceinline__ void finish_rows(float (&o)[kColumns / 2], const SoftmaxRows& rows,
                                             const FwdParams& p, const FwdTile& tile, int warp_row) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = warp_row + lane / 4;
   float factor[2];
+  bool is_nan[2];  // of the sum: no other computation would help
   bool suspicious[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -195,20 +203,24 @@ __device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], cons
       static_cast<float*>(p.lse.data)[tile.lse_offset + (row + 8 * r) * p.lse.row_stride] =
           row_sum.lse_log2 * 0.6931471805599453F;
     }
-    float zero = 0.0F;
-#pragma unroll
-    for (int i = 2 * r; i < kColumns / 2; i += 4) {
-      zero = fmaf(o[i], 0.0F, fmaf(o[i + 1], 0.0F, zero));
-    }
-    const bool is_nan = factor[r] != 0.0F && row_sum.sum == row_sum.sum && zero != 0.0F;
     const bool is_huge = fabsf(exponent) > kHugeExponent && fabsf(exponent) < CUDART_INF_F;
-    suspicious[r] = exists && (is_nan || is_huge);
+    is_nan[r] = row_sum.sum != row_sum.sum;
+    suspicious[r] = is_huge;
   }
+  bool is_finite[2];
   store_out<kColumns, T>(o, factor, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
-                         tile.num_rows);
+                         tile.num_rows, is_finite);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    std::uint32_t lanes = __ballot_sync(0xffffffffU, suspicious[r]);
+    suspicious[r] |= !is_finite[r] && !is_nan[r];
+    suspicious[r] &= row + 8 * r < tile.num_rows;
+  }
+  if (!__any_sync(0xffffffffU, suspicious[0] || suspicious[1])) {
+    return;
+  }
+#pragma unroll 1
+  for (int r = 0; r < 2; ++r) {
+    std::uint32_t lanes = __ballot_sync(0xffffffffU, r == 0 ? suspicious[0] : suspicious[1]);
     while (lanes != 0) {
       const int quad = (__ffs(static_cast<int>(lanes)) - 1) / 4;
       lanes &= ~(0xfU << (4 * quad));
