@@ -21,7 +21,9 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
   RingPosition<2> slot;
   RingPosition<1> wanted;
   std::uint32_t work = blockIdx.x;
-  ptx::grid_dependency_wait();  // for prepare, if there is one; nobody else reads what it writes
+  if (p.packed_tiles != nullptr) {
+    ptx::grid_dependency_wait();  // for prepare, whose writes nobody else reads
+  }
   while (true) {
     ptx::mbarrier_wait(shared.tile_empty(slot.stage()), slot.phase() ^ 1);
     const bool more = make_tile<C.block_m(), C.block_n>(p, work, shared.tile(slot.stage()),
@@ -33,6 +35,7 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
     slot.advance();
     ptx::mbarrier_wait(shared.tile_wanted(), wanted.phase());
     wanted.advance();
+    ptx::grid_dependency_wait();
     if (lane == 0) {
       work = gridDim.x + atomicAdd(p.next_work, 1U);
     }
