@@ -90,7 +90,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
   const int warp_row = 64 * consumer + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   RingPosition<C.stages> ring;  // of K; a block's V has the same position in its own ring
   RingPosition<1> q_ring;
-  RingPosition<2> slot;
+  RingPosition<C.tiles()> slot;
 #ifdef FG_TRACE
   int trace_tile = 0;
 #endif
@@ -302,7 +302,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
 
       const RingPosition<C.stages> last = ring.previous();
       const int behind = blocks.begin - loaded.begin;
-      RingPosition<2> next_slot = slot;
+      RingPosition<C.tiles()> next_slot = slot;
       next_slot.advance();
       ptx::mbarrier_wait(shared.tile_full(next_slot.stage()), next_slot.phase());
       const FwdTile& next = *shared.tile(next_slot.stage());

@@ -40,11 +40,23 @@ struct FwdConfig {
   constexpr int k_offset() const { return q_offset() + num_consumers * q_bytes(); }
   constexpr int v_offset() const { return k_offset() + stages * k_bytes(); }
   constexpr int row_keys_offset() const { return v_offset() + stages * v_bytes(); }
-  constexpr int tiles_offset() const { return row_keys_offset() + 2 * 8 * block_m(); }
+  // Tiles described at a time, a power of 2: of short ones the loads run more than one ahead.
+  constexpr int tiles() const { return shared_bytes(4) <= kSharedBytes ? 4 : 2; }
+  constexpr int tiles_offset() const {
+    return row_keys_offset() + tiles() * kRowKeysBytes * block_m();
+  }
+  constexpr int barrier_offset() const { return tiles_offset() + tiles() * kTileBytes; }
+  constexpr int shared_bytes() const { return shared_bytes(tiles()); }
+  static constexpr int kRowKeysBytes = 8;
   static constexpr int kTileBytes = 208;
-  constexpr int barrier_offset() const { return tiles_offset() + 2 * kTileBytes; }
-  constexpr int num_barriers() const { return 5 + 2 * num_consumers + 4 * stages; }
-  constexpr int shared_bytes() const { return barrier_offset() + 8 * num_barriers(); }
+  static constexpr int kSharedBytes = 227 * 1024;  // of an SM for one CTA
+  constexpr int num_barriers(int tiles) const {
+    return 2 * tiles + 1 + 2 * num_consumers + 4 * stages;
+  }
+  constexpr int shared_bytes(int tiles) const {
+    return row_keys_offset() + tiles * (kRowKeysBytes * block_m() + kTileBytes) +
+           8 * num_barriers(tiles);
+  }
 
   // S, P as operands and O of a consumer thread, and what wgmma itself takes (registers begin at
   // 24, two more are reserved).
@@ -52,7 +64,7 @@ struct FwdConfig {
     return 24 + block_n / 2 + block_n / 4 + head_dim_v / 2 + 2;
   }
   constexpr bool valid() const {
-    return shared_bytes() <= 227 * 1024 && live_registers() <= consumer_registers() &&
+    return shared_bytes() <= kSharedBytes && live_registers() <= consumer_registers() &&
            block_n % 16 == 0 && block_n <= 128 && head_dim % 16 == 0 && head_dim_v % 32 == 0 &&
            (stages & (stages - 1)) == 0 && num_consumers <= 3;
   }

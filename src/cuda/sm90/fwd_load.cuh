@@ -18,7 +18,7 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
                                               const FwdParams& p) {
   static constexpr FwdConfig C = fwd_config(kVariant);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  RingPosition<2> slot;
+  RingPosition<C.tiles()> slot;
   RingPosition<1> wanted;
   std::uint32_t work = blockIdx.x;
   if (p.packed_tiles != nullptr) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void fwd_q_loader(const FwdShared<kVariant>& shared, 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool mapped = (p.mapped & kFwdMapQ) != 0;
   std::uint32_t uses[C.num_consumers] = {};
-  RingPosition<2> slot;
+  RingPosition<C.tiles()> slot;
   while (true) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
     const FwdTile& tile = *shared.tile(slot.stage());
@@ -123,7 +123,7 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   RingPosition<C.stages> k_ring;
   RingPosition<C.stages> v_ring;
-  RingPosition<2> slot;
+  RingPosition<C.tiles()> slot;
   while (true) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
     const FwdTile& tile = *shared.tile(slot.stage());

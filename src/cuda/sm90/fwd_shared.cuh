@@ -2,8 +2,8 @@
 // The forward's shared memory: tiles, barriers and how their uses are counted.
 //
 // | barrier          | arrives                           | waits               | count         |
-// | tile_full[2]     | scheduler, all lanes              | loaders, consumers  | 32            |
-// | tile_empty[2]    | all lanes of their warps          | scheduler           | 128 * C + 64  |
+// | tile_full[4]     | scheduler, all lanes              | loaders, consumers  | 32            |
+// | tile_empty[4]    | all lanes of their warps          | scheduler           | 128 * C + 64  |
 // | tile_wanted      | producer, when few loads are left | scheduler           | 1             |
 // | q_full[C]        | loader of Q and the copy engine   | consumer            | 1             |
 // | q_empty[C]       | a lane of each of its warps       | loader of Q         | 4             |
@@ -55,7 +55,7 @@ struct FwdShared {
   __device__ std::uint32_t v(int stage) const {
     return address + C.v_offset() + stage * C.v_bytes();
   }
-  // The tile in work and the next; for each of its rows, the first key it sees and the one behind
+  // Tiles in work and to come; for each of its rows, the first key it sees and the one behind
   // the last.
   __device__ FwdTile* tile(int slot) const {
     return reinterpret_cast<FwdTile*>(base + C.tiles_offset() + slot * C.kTileBytes);
@@ -67,24 +67,26 @@ struct FwdShared {
 
   __device__ std::uint32_t barrier(int i) const { return address + C.barrier_offset() + 8 * i; }
   __device__ std::uint32_t tile_full(int slot) const { return barrier(slot); }
-  __device__ std::uint32_t tile_empty(int slot) const { return barrier(2 + slot); }
-  __device__ std::uint32_t tile_wanted() const { return barrier(4); }
-  __device__ std::uint32_t q_full(int consumer) const { return barrier(5 + consumer); }
+  __device__ std::uint32_t tile_empty(int slot) const { return barrier(C.tiles() + slot); }
+  __device__ std::uint32_t tile_wanted() const { return barrier(2 * C.tiles()); }
+  __device__ std::uint32_t q_full(int consumer) const {
+    return barrier(2 * C.tiles() + 1 + consumer);
+  }
   __device__ std::uint32_t q_empty(int consumer) const {
-    return barrier(5 + C.num_consumers + consumer);
+    return barrier(2 * C.tiles() + 1 + C.num_consumers + consumer);
   }
   __device__ std::uint32_t k_full(int stage) const { return ring_barrier(0, stage); }
   __device__ std::uint32_t k_empty(int stage) const { return ring_barrier(1, stage); }
   __device__ std::uint32_t v_full(int stage) const { return ring_barrier(2, stage); }
   __device__ std::uint32_t v_empty(int stage) const { return ring_barrier(3, stage); }
   __device__ std::uint32_t ring_barrier(int ring, int stage) const {
-    return barrier(5 + 2 * C.num_consumers + ring * C.stages + stage);
+    return barrier(2 * C.tiles() + 1 + 2 * C.num_consumers + ring * C.stages + stage);
   }
 
   // One thread.
   __device__ void init_barriers() const {
     constexpr int kConsumerWarps = 4 * C.num_consumers;
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < C.tiles(); ++i) {
       ptx::mbarrier_init(tile_full(i), 32);
       ptx::mbarrier_init(tile_empty(i), 32 * (kConsumerWarps + 2));
     }
