@@ -65,6 +65,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// PTX ISA, "lg2": log2 x, within 2^-22 of it, or of 1 where that is more; -inf for 0.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "rcp": 1 / x, 1 ulp; NaN for NaN.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // PTX ISA, "cvt": two f32 to packed 16-bit, round to nearest even; `low` in the low half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high) {

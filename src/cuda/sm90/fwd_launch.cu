@@ -124,13 +124,13 @@ FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& confi
 }
 
 template <FwdVariant kVariant, class T>
-Status launch_main(bool score_function, std::int64_t num_ctas, const FwdMaps& maps,
-                   const FwdParams& params, void* stream) {
+Status launch_main(bool score_function, std::int64_t num_ctas, bool follows_prepare,
+                   const FwdMaps& maps, const FwdParams& params, void* stream) {
   constexpr FwdConfig kConfig = fwd_config(kVariant);
   const cuda::LaunchShape shape{.num_ctas = num_ctas,
                                 .num_threads = kConfig.threads(),
                                 .shared_bytes = kConfig.shared_bytes(),
-                                .overlaps_predecessor = true};
+                                .overlaps_predecessor = follows_prepare};
   return score_function ? cuda::launch("sm90 forward", fwd_main<kVariant, true, T>, shape, stream,
                                        maps, params)
                         : cuda::launch("sm90 forward", fwd_main<kVariant, false, T>, shape, stream,
@@ -138,12 +138,13 @@ Status launch_main(bool score_function, std::int64_t num_ctas, const FwdMaps& ma
 }
 
 template <class T>
-Status launch_main(int variant, bool score_function, std::int64_t num_ctas, const FwdMaps& maps,
-                   const FwdParams& params, void* stream) {
+Status launch_main(int variant, bool score_function, std::int64_t num_ctas, bool follows_prepare,
+                   const FwdMaps& maps, const FwdParams& params, void* stream) {
   switch (static_cast<FwdVariant>(variant)) {
 #define FG_FWD_VARIANT(name, ...)                                                            \
   case FwdVariant::name:                                                                     \
-    return launch_main<FwdVariant::name, T>(score_function, num_ctas, maps, params, stream);
+    return launch_main<FwdVariant::name, T>(score_function, num_ctas, follows_prepare, maps, \
+                                            params, stream);
 #include "cuda/sm90/fwd_variants.def"
 #undef FG_FWD_VARIANT
   }
@@ -205,32 +206,36 @@ Status launch_forward(const Problem& p, const Args& args) {
   params.num_packed_tiles = num_packed_tiles;
   const std::int64_t tiles =
       static_cast<std::int64_t>(params.num_m_blocks) * params.order.num_units;
-  const FwdPrepareParams prepare{.sequences = params.sequences,
-                                 .out = args.out,
-                                 .lse = args.lse,
-                                 .heads_q = p.heads_q,
-                                 .head_dim_v = p.head_dim_v,
-                                 .num_rows = num_rows,
-                                 .pass = make_packed_pass(p, config, device),
-                                 .packed_capacity = static_cast<std::uint32_t>(tiles),
-                                 .packed_tiles = packed_tiles,
-                                 .num_packed_tiles = num_packed_tiles,
-                                 .next_work = params.next_work};
-  // Rows may be out of use only where lengths come from the device.
-  constexpr std::int64_t kWarps = kFwdPrepareThreads / 32;
-  const std::int64_t fill_ctas =
-      p.packed || p.has_seqused_q ? std::min<std::int64_t>((num_rows + kWarps - 1) / kWarps,
-                                                           2 * device.num_multiprocessors)
-                                  : 0;
-  FG_RETURN_IF_ERROR(cuda::launch("sm90 forward prepare", fwd_prepare,
-                                  {.num_ctas = 1 + fill_ctas, .num_threads = kFwdPrepareThreads},
-                                  args.stream, prepare));
+  const bool has_prepare = p.packed || p.has_seqused_q;
+  if (has_prepare) {
+    const FwdPrepareParams prepare{.sequences = params.sequences,
+                                   .out = args.out,
+                                   .lse = args.lse,
+                                   .heads_q = p.heads_q,
+                                   .head_dim_v = p.head_dim_v,
+                                   .num_rows = num_rows,
+                                   .pass = make_packed_pass(p, config, device),
+                                   .packed_capacity = static_cast<std::uint32_t>(tiles),
+                                   .packed_tiles = packed_tiles,
+                                   .num_packed_tiles = num_packed_tiles,
+                                   .next_work = params.next_work};
+    constexpr std::int64_t kWarps = kFwdPrepareThreads / 32;
+    const std::int64_t ctas =
+        std::min<std::int64_t>((num_rows + kWarps - 1) / kWarps, 2 * device.num_multiprocessors);
+    FG_RETURN_IF_ERROR(cuda::launch("sm90 forward prepare", fwd_prepare,
+                                    {.num_ctas = 1 + ctas, .num_threads = kFwdPrepareThreads},
+                                    args.stream, prepare));
+  } else {
+    FG_RETURN_IF_ERROR(cuda::check(cudaMemsetAsync(params.next_work, 0, sizeof(std::uint32_t),
+                                                   static_cast<cudaStream_t>(args.stream)),
+                                   "sm90 forward work list"));
+  }
   const std::int64_t num_ctas = std::min<std::int64_t>(tiles, device.num_multiprocessors);
   return p.dtype == DType::kBF16
-             ? launch_main<__nv_bfloat16>(variant, needs_score_function(p), num_ctas, maps, params,
-                                          args.stream)
-             : launch_main<__half>(variant, needs_score_function(p), num_ctas, maps, params,
-                                   args.stream);
+             ? launch_main<__nv_bfloat16>(variant, needs_score_function(p), num_ctas, has_prepare,
+                                          maps, params, args.stream)
+             : launch_main<__half>(variant, needs_score_function(p), num_ctas, has_prepare, maps,
+                                   params, args.stream);
 }
 
 }  // namespace flashgrad::sm90

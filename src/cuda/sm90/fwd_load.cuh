@@ -21,9 +21,7 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
   RingPosition<C.tiles()> slot;
   RingPosition<1> wanted;
   std::uint32_t work = blockIdx.x;
-  if (p.packed_tiles != nullptr) {
-    ptx::grid_dependency_wait();  // for prepare, whose writes nobody else reads
-  }
+  ptx::grid_dependency_wait();  // for prepare, if there is one; nobody else reads what it writes
   while (true) {
     ptx::mbarrier_wait(shared.tile_empty(slot.stage()), slot.phase() ^ 1);
     const bool more = make_tile<C.block_m(), C.block_n>(p, work, shared.tile(slot.stage()),
@@ -35,7 +33,6 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
     slot.advance();
     ptx::mbarrier_wait(shared.tile_wanted(), wanted.phase());
     wanted.advance();
-    ptx::grid_dependency_wait();
     if (lane == 0) {
       work = gridDim.x + atomicAdd(p.next_work, 1U);
     }
@@ -80,7 +77,7 @@ __device__ __forceinline__ void fwd_q_loader(const FwdShared<kVariant>& shared, 
   constexpr int kBoxes = FwdConfig::boxes(C.head_dim);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool mapped = (p.mapped & kFwdMapQ) != 0;
-  std::uint32_t uses[C.num_consumers] = {};
+  RingPosition<C.q_stages> ring[C.num_consumers];
   RingPosition<C.tiles()> slot;
   while (true) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
@@ -99,11 +96,12 @@ __device__ __forceinline__ void fwd_q_loader(const FwdShared<kVariant>& shared, 
 #pragma unroll
     for (int consumer = 0; consumer < C.num_consumers; ++consumer) {
       if (is_used(consumer)) {
-        ptx::mbarrier_wait(shared.q_empty(consumer), uses[consumer] % 2 ^ 1);
-        fwd_load<64, C.head_dim>(shared.q(consumer), shared.q_full(consumer), mapped, maps.q, p.q,
-                                 p.head_dim, tile.batch, tile.q_row + 64 * consumer, tile.head,
-                                 tile.num_rows - 64 * consumer, lane);
-        ++uses[consumer];
+        const int stage = ring[consumer].stage();
+        ptx::mbarrier_wait(shared.q_empty(consumer, stage), ring[consumer].phase() ^ 1);
+        fwd_load<64, C.head_dim>(shared.q(consumer, stage), shared.q_full(consumer, stage), mapped,
+                                 maps.q, p.q, p.head_dim, tile.batch, tile.q_row + 64 * consumer,
+                                 tile.head, tile.num_rows - 64 * consumer, lane);
+        ring[consumer].advance();
       }
     }
     ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));

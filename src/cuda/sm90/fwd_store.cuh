@@ -90,18 +90,18 @@ __device__ __forceinline__ RowSum finish_sum(float exponent, float sum, const Fw
   if (exponent == CUDART_INF_F) {
     sum = CUDART_NAN_F;
   }
-  float factor = sum == 0.0F ? 0.0F : 1.0F / sum;
+  float factor = sum == 0.0F ? 0.0F : ptx::reciprocal_approx(sum);
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head] * 1.4426950408889634F;
     const float top = fmaxf(exponent, sink);
     if (top != -CUDART_INF_F) {
       const float weight = ptx::exp2_approx(exponent - top);
       sum = sum * weight + ptx::exp2_approx(sink - top);
-      factor = factor == 0.0F ? 0.0F : weight / sum;
+      factor = factor == 0.0F ? 0.0F : weight * ptx::reciprocal_approx(sum);
       exponent = top;
     }
   }
-  return {sum, factor, sum == 0.0F ? -CUDART_INF_F : exponent + log2f(sum)};
+  return {sum, factor, sum == 0.0F ? -CUDART_INF_F : exponent + ptx::log2_approx(sum)};
 }
 
 // Logits, as exponents of 2, beyond which one rounding may move them by a few units.
