@@ -276,6 +276,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       }
       FG_MARK(1);
       int n = blocks.end - 1;
+      ptx::mbarrier_wait(shared.keys_full(slot.stage()), slot.phase());
       softmax_block<C.block_n, kScoreFunction, true>(s, &rows, rescale, row_keys,
                                                      n * C.block_n + key_in_block, p);
       pack_probabilities();

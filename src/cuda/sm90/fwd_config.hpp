@@ -52,7 +52,7 @@ struct FwdConfig {
   static constexpr int kTileBytes = 208;
   static constexpr int kSharedBytes = 227 * 1024;  // of an SM for one CTA
   constexpr int num_barriers(int tiles) const {
-    return 2 * tiles + 1 + 2 * num_consumers * q_stages + 4 * stages;
+    return 3 * tiles + 1 + 2 * num_consumers * q_stages + 4 * stages;
   }
   constexpr int shared_bytes(int tiles) const {
     return row_keys_offset() + tiles * (kRowKeysBytes * block_m() + kTileBytes) +

@@ -24,12 +24,16 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
   ptx::grid_dependency_wait();  // for prepare, if there is one; nobody else reads what it writes
   while (true) {
     ptx::mbarrier_wait(shared.tile_empty(slot.stage()), slot.phase() ^ 1);
-    const bool more = make_tile<C.block_m(), C.block_n>(p, work, shared.tile(slot.stage()),
-                                                        shared.row_keys(slot.stage()), lane);
+    FwdTile* const tile = shared.tile(slot.stage());
+    const bool more = make_tile<C.block_m(), C.block_n>(p, work, tile, lane);
     ptx::mbarrier_arrive(shared.tile_full(slot.stage()));
     if (!more) {
       return;
     }
+    // The loads don't wait for this.
+    __syncwarp();  // after what other lanes have written of the tile
+    list_row_keys<C.block_m()>(*tile, shared.row_keys(slot.stage()), lane);
+    ptx::mbarrier_arrive(shared.keys_full(slot.stage()));
     slot.advance();
     ptx::mbarrier_wait(shared.tile_wanted(), wanted.phase());
     wanted.advance();

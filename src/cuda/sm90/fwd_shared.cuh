@@ -3,6 +3,7 @@
 //
 // | barrier          | arrives                           | waits               | count         |
 // | tile_full[4]     | scheduler, all lanes              | loaders, consumers  | 32            |
+// | keys_full[4]     | scheduler, all lanes              | consumers           | 32            |
 // | tile_empty[4]    | all lanes of their warps          | scheduler           | 128 * C + 64  |
 // | tile_wanted      | producer, when few loads are left | scheduler           | 1             |
 // | q_full[C]        | loader of Q and the copy engine   | consumer            | 1             |
@@ -67,9 +68,10 @@ struct FwdShared {
   __device__ std::uint32_t barrier(int i) const { return address + C.barrier_offset() + 8 * i; }
   __device__ std::uint32_t tile_full(int slot) const { return barrier(slot); }
   __device__ std::uint32_t tile_empty(int slot) const { return barrier(C.tiles() + slot); }
-  __device__ std::uint32_t tile_wanted() const { return barrier(2 * C.tiles()); }
+  __device__ std::uint32_t keys_full(int slot) const { return barrier(2 * C.tiles() + slot); }
+  __device__ std::uint32_t tile_wanted() const { return barrier(3 * C.tiles()); }
   __device__ std::uint32_t q_full(int consumer, int stage) const {
-    return barrier(2 * C.tiles() + 1 + consumer * C.q_stages + stage);
+    return barrier(3 * C.tiles() + 1 + consumer * C.q_stages + stage);
   }
   __device__ std::uint32_t q_empty(int consumer, int stage) const {
     return q_full(C.num_consumers + consumer, stage);
@@ -79,7 +81,7 @@ struct FwdShared {
   __device__ std::uint32_t v_full(int stage) const { return ring_barrier(2, stage); }
   __device__ std::uint32_t v_empty(int stage) const { return ring_barrier(3, stage); }
   __device__ std::uint32_t ring_barrier(int ring, int stage) const {
-    return barrier(2 * C.tiles() + 1 + 2 * C.num_consumers * C.q_stages + ring * C.stages + stage);
+    return barrier(3 * C.tiles() + 1 + 2 * C.num_consumers * C.q_stages + ring * C.stages + stage);
   }
 
   // One thread.
@@ -87,6 +89,7 @@ struct FwdShared {
     constexpr int kConsumerWarps = 4 * C.num_consumers;
     for (int i = 0; i < C.tiles(); ++i) {
       ptx::mbarrier_init(tile_full(i), 32);
+      ptx::mbarrier_init(keys_full(i), 32);
       ptx::mbarrier_init(tile_empty(i), 32 * (kConsumerWarps + 2));
     }
     ptx::mbarrier_init(tile_wanted(), 1);

@@ -117,10 +117,12 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   constexpr int kColumnsOfLane = (kColumns + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Range keys = tile.band.kv_range(tile.m_begin + row_in_tile, tile.m_begin + row_in_tile + 1);
-  const T* const q = static_cast<const T*>(p.q.data) + tile.q_offset + row_in_tile * p.q.row_stride;
+  const T* const q = static_cast<const T*>(p.q.data) +
+                     p.q.offset(tile.batch, tile.q_row + row_in_tile, tile.head);
   const float scale = kScoreFunction ? 1.0F : p.scale_log2;
   const auto score_of = [&](std::int64_t key) {
-    const T* const k = static_cast<const T*>(p.k.data) + tile.k_offset + key * p.k.row_stride;
+    const T* const k = static_cast<const T*>(p.k.data) +
+                       p.k.offset(tile.batch, tile.kv_row + key, tile.head_kv);
     float score = 0.0F;
 #pragma unroll 1
     for (int c = 0; c < p.head_dim; ++c) {
@@ -150,7 +152,8 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
 #pragma unroll 1
     for (int j = 0; j < count; ++j) {
       const T* const v =
-          static_cast<const T*>(p.v.data) + tile.v_offset + (first + j) * p.v.row_stride;
+          static_cast<const T*>(p.v.data) +
+                         p.v.offset(tile.batch, tile.kv_row + first + j, tile.head_kv);
       const float weight = __shfl_sync(0xffffffffU, probability, j);
 #pragma unroll
       for (int c = 0; c < kColumnsOfLane; ++c) {
