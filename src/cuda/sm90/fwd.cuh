@@ -89,7 +89,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = 64 * consumer + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   RingPosition<C.stages> ring;  // of K; a block's V has the same position in its own ring
-  RingPosition<C.q_stages> q_ring;
+  RingPosition<1> q_ring;
   RingPosition<C.tiles()> slot;
 #ifdef FG_TRACE
   int trace_tile = 0;
@@ -138,24 +138,18 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
   const auto describe_v = [&](RingPosition<C.stages> at) {
     return KvTile::mn_major_descriptor(uniform(shared.v(at.stage())));
   };
-  // The lower half of the descriptor of Q. It is made anew for each product and added to in 32 bits:
-  // descriptors of all 16 columns that live from one product to the next would be spilled.
-  const auto describe_q = [&] {
-    return uniform(static_cast<std::uint32_t>(
-        QTile::k_major_descriptor(shared.q(consumer, q_ring.stage()))));
-  };
-  const auto issue_scores = [&](std::uint32_t q_low, std::uint64_t k_descriptor) {  // (1)
-    constexpr std::uint64_t kHigh = QTile::k_major_descriptor(0) >> 32 << 32;
+  // Q's descriptors stay the same. Where they are few, ptxas keeps them in uniform registers; else
+  // it would spill them, so they are made anew for each product.
+  constexpr bool kKeepsDescriptors = C.head_dim <= 128;
+  const std::uint32_t q_address = uniform(shared.q(consumer));
+  const auto issue_scores = [&](std::uint64_t k_descriptor) {  // (1)
+    const std::uint64_t q_descriptor = QTile::k_major_descriptor(
+        kKeepsDescriptors ? q_address : uniform(shared.q(consumer)));
+    ptx::wgmma_ss<C.block_n, T, false, 0, 0>(s, q_descriptor, k_descriptor);
 #pragma unroll
-    for (int k = 0; k < C.head_dim / 16; ++k) {
-      const std::uint64_t q_descriptor =
-          kHigh | (q_low + static_cast<std::uint32_t>(QTile::k_major_step(k)));
-      if (k == 0) {
-        ptx::wgmma_ss<C.block_n, T, false, 0, 0>(s, q_descriptor, k_descriptor);
-      } else {
-        ptx::wgmma_ss<C.block_n, T, true, 0, 0>(s, q_descriptor,
-                                                k_descriptor + KvTile::k_major_step(k));
-      }
+    for (int k = 1; k < C.head_dim / 16; ++k) {
+      ptx::wgmma_ss<C.block_n, T, true, 0, 0>(s, q_descriptor + QTile::k_major_step(k),
+                                              k_descriptor + KvTile::k_major_step(k));
     }
     ptx::wgmma_commit();
   };
@@ -209,21 +203,20 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       // Scores of block n, and out of the block before it, n + 1.
       const auto step = [&]<bool kMasked>(int n) {
         const RingPosition<C.stages> before = ring.previous();
-        const std::uint32_t q_low = describe_q();
         const std::uint64_t k_descriptor = describe_k();
         const std::uint64_t v_descriptor = describe_v(before);
         ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
         ptx::mbarrier_wait(shared.v_full(before.stage()), before.phase());
         take_token();
         ptx::wgmma_fence();
-        issue_scores(q_low, k_descriptor);
+        issue_scores(k_descriptor);
         issue_out(v_descriptor);
         pass_token();
         ptx::wgmma_wait<1>();
         ptx::pin(s);
         release(shared.k_empty(ring.stage()));
-        if (n == blocks.begin) {
-          release(shared.q_empty(consumer, q_ring.stage()));
+        if (lane == 0 && n == blocks.begin) {  // after release()'s __syncwarp
+          ptx::mbarrier_arrive(shared.q_empty(consumer));
         }
         const bool grown = softmax_block<C.block_n, kScoreFunction, kMasked>(
             s, &rows, rescale, row_keys, n * C.block_n + key_in_block, p);  // (2)
@@ -260,11 +253,11 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         for (int i = 0; i < skipped; ++i) {
           skip_k();
         }
-        ptx::mbarrier_wait(shared.q_full(consumer, q_ring.stage()), q_ring.phase());
+        ptx::mbarrier_wait(shared.q_full(consumer), q_ring.phase());
         ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
         take_token();
         ptx::wgmma_fence();
-        issue_scores(describe_q(), describe_k());
+        issue_scores(describe_k());
         pass_token();
         ptx::wgmma_wait<0>();
         ptx::pin(s);
@@ -308,7 +301,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         }
       }
       if (blocks.end - blocks.begin == 1) {
-        release(shared.q_empty(consumer, q_ring.stage()));
+        release(shared.q_empty(consumer));
       }
       FG_MARK(3);
 
@@ -330,17 +323,16 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         for (int i = 0; i < next_skipped; ++i) {
           skip_k();
         }
-        const std::uint32_t q_low = describe_q();
         const std::uint64_t k_descriptor = describe_k();
         const std::uint64_t v_descriptor = describe_v(last);
         ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
-        ptx::mbarrier_wait(shared.q_full(consumer, q_ring.stage()), q_ring.phase());
+        ptx::mbarrier_wait(shared.q_full(consumer), q_ring.phase());
         ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
         FG_MARK(5);
         take_token();
         ptx::wgmma_fence();
         issue_out(v_descriptor);
-        issue_scores(q_low, k_descriptor);
+        issue_scores(k_descriptor);
         pass_token();
         ptx::wgmma_wait<0>();
         ptx::pin(o);

@@ -14,8 +14,7 @@ struct FwdConfig {
   int head_dim_v;     // of v and out
   int num_consumers;  // warpgroups with 64 query rows each
   int block_n;        // keys of a step
-  int stages;         // of K, and as many of V
-  int q_stages;       // with two, Q of the next tile is there before this one ends
+  int stages;         // of K, and as many of V; a power of 2
   bool ping_pong;     // a consumer issues its products only after the one before it has
   bool late_wait;     // O is waited for after the exponentials, not before them
 
@@ -38,7 +37,7 @@ struct FwdConfig {
 
   // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
   constexpr int q_offset() const { return 0; }
-  constexpr int k_offset() const { return q_offset() + q_stages * num_consumers * q_bytes(); }
+  constexpr int k_offset() const { return q_offset() + num_consumers * q_bytes(); }
   constexpr int v_offset() const { return k_offset() + stages * k_bytes(); }
   constexpr int row_keys_offset() const { return v_offset() + stages * v_bytes(); }
   // Tiles described at a time, a power of 2: of short ones the loads run more than one ahead.
@@ -52,7 +51,7 @@ struct FwdConfig {
   static constexpr int kTileBytes = 208;
   static constexpr int kSharedBytes = 227 * 1024;  // of an SM for one CTA
   constexpr int num_barriers(int tiles) const {
-    return 3 * tiles + 1 + 2 * num_consumers * q_stages + 4 * stages;
+    return 3 * tiles + 1 + 2 * num_consumers + 4 * stages;
   }
   constexpr int shared_bytes(int tiles) const {
     return row_keys_offset() + tiles * (kRowKeysBytes * block_m() + kTileBytes) +
@@ -67,7 +66,7 @@ struct FwdConfig {
   constexpr bool valid() const {
     return shared_bytes() <= kSharedBytes && live_registers() <= consumer_registers() &&
            block_n % 16 == 0 && block_n <= 128 && head_dim % 16 == 0 && head_dim_v % 32 == 0 &&
-           num_consumers <= 3;
+           (stages & (stages - 1)) == 0 && num_consumers <= 3;
   }
 };
 

@@ -81,7 +81,7 @@ __device__ __forceinline__ void fwd_q_loader(const FwdShared<kVariant>& shared, 
   constexpr int kBoxes = FwdConfig::boxes(C.head_dim);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool mapped = (p.mapped & kFwdMapQ) != 0;
-  RingPosition<C.q_stages> ring[C.num_consumers];
+  RingPosition<1> ring[C.num_consumers];
   RingPosition<C.tiles()> slot;
   while (true) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
@@ -100,9 +100,8 @@ __device__ __forceinline__ void fwd_q_loader(const FwdShared<kVariant>& shared, 
 #pragma unroll
     for (int consumer = 0; consumer < C.num_consumers; ++consumer) {
       if (is_used(consumer)) {
-        const int stage = ring[consumer].stage();
-        ptx::mbarrier_wait(shared.q_empty(consumer, stage), ring[consumer].phase() ^ 1);
-        fwd_load<64, C.head_dim>(shared.q(consumer, stage), shared.q_full(consumer, stage), mapped,
+        ptx::mbarrier_wait(shared.q_empty(consumer), ring[consumer].phase() ^ 1);
+        fwd_load<64, C.head_dim>(shared.q(consumer), shared.q_full(consumer), mapped,
                                  maps.q, p.q, p.head_dim, tile.batch, tile.q_row + 64 * consumer,
                                  tile.head, tile.num_rows - 64 * consumer, lane);
         ring[consumer].advance();

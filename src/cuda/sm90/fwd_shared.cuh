@@ -29,6 +29,7 @@ namespace flashgrad::sm90 {
 // A position in a ring of stages, as the number of uses before it.
 template <int kStages>
 struct RingPosition {
+  static_assert((kStages & (kStages - 1)) == 0);
   std::uint32_t uses = 0;
   __device__ __forceinline__ int stage() const { return static_cast<int>(uses % kStages); }
   __device__ __forceinline__ std::uint32_t phase() const { return uses / kStages % 2; }
@@ -46,8 +47,8 @@ struct FwdShared {
       : base(memory), address(ptx::shared_address(memory)) {}
 
   // Tiles, swizzled (tile/swizzle.hpp): (64, head_dim), (block_n, head_dim), (block_n, head_dim_v).
-  __device__ std::uint32_t q(int consumer, int stage) const {
-    return address + C.q_offset() + (consumer * C.q_stages + stage) * C.q_bytes();
+  __device__ std::uint32_t q(int consumer) const {
+    return address + C.q_offset() + consumer * C.q_bytes();
   }
   __device__ std::uint32_t k(int stage) const {
     return address + C.k_offset() + stage * C.k_bytes();
@@ -70,18 +71,18 @@ struct FwdShared {
   __device__ std::uint32_t tile_empty(int slot) const { return barrier(C.tiles() + slot); }
   __device__ std::uint32_t keys_full(int slot) const { return barrier(2 * C.tiles() + slot); }
   __device__ std::uint32_t tile_wanted() const { return barrier(3 * C.tiles()); }
-  __device__ std::uint32_t q_full(int consumer, int stage) const {
-    return barrier(3 * C.tiles() + 1 + consumer * C.q_stages + stage);
+  __device__ std::uint32_t q_full(int consumer) const {
+    return barrier(3 * C.tiles() + 1 + consumer);
   }
-  __device__ std::uint32_t q_empty(int consumer, int stage) const {
-    return q_full(C.num_consumers + consumer, stage);
+  __device__ std::uint32_t q_empty(int consumer) const {
+    return q_full(C.num_consumers + consumer);
   }
   __device__ std::uint32_t k_full(int stage) const { return ring_barrier(0, stage); }
   __device__ std::uint32_t k_empty(int stage) const { return ring_barrier(1, stage); }
   __device__ std::uint32_t v_full(int stage) const { return ring_barrier(2, stage); }
   __device__ std::uint32_t v_empty(int stage) const { return ring_barrier(3, stage); }
   __device__ std::uint32_t ring_barrier(int ring, int stage) const {
-    return barrier(3 * C.tiles() + 1 + 2 * C.num_consumers * C.q_stages + ring * C.stages + stage);
+    return barrier(3 * C.tiles() + 1 + 2 * C.num_consumers + ring * C.stages + stage);
   }
 
   // One thread.
@@ -94,10 +95,8 @@ struct FwdShared {
     }
     ptx::mbarrier_init(tile_wanted(), 1);
     for (int i = 0; i < C.num_consumers; ++i) {
-      for (int stage = 0; stage < C.q_stages; ++stage) {
-        ptx::mbarrier_init(q_full(i, stage), 1);
-        ptx::mbarrier_init(q_empty(i, stage), 4);
-      }
+      ptx::mbarrier_init(q_full(i), 1);
+      ptx::mbarrier_init(q_empty(i), 4);
     }
     for (int i = 0; i < C.stages; ++i) {
       ptx::mbarrier_init(k_full(i), 1);
