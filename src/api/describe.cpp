@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Words for dtypes, devices and shapes.
 #include "api/describe.hpp"
 
 namespace flashgrad {

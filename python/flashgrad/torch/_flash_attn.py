@@ -145,7 +145,7 @@ def flash_attn_func(
         Row i sees key j iff ``j <= i + seqlen_k - seqlen_q``.
     window_size : (left, right)
         Row i sees key j iff ``i + shift - left <= j <= i + shift + right``, where shift is
-        ``seqlen_k - seqlen_q``. -1 or None: unbounded.
+        ``seqlen_k - seqlen_q``. Negative or None: unbounded.
     softcap : float
         0: none.
     alibi_slopes : None
