@@ -18,9 +18,8 @@
 // two by ping-pong, where one's products are issued only after the other's.
 //
 // | warps                 | role                                                         |
-// | warpgroup 0, warp 0   | producer: loads K and V (fwd_load.cuh)                       |
+// | warpgroup 0, warp 0   | producer: loads Q, K, V (fwd_load.cuh)                       |
 // | warpgroup 0, warp 1   | scheduler: takes tiles from the work list and describes them |
-// | warpgroup 0, warp 2   | loader of Q                                                  |
 // | warpgroups 1, 2 (, 3) | consumers                                                    |
 //
 // Shared memory and its barriers: fwd_shared.cuh. Named barriers 1 to num_consumers hold the
@@ -42,14 +41,6 @@
 #include "cuda/tile/swizzle.hpp"
 
 namespace flashgrad::sm90 {
-#ifdef FG_TRACE
-static __device__ long long g_trace[3][3][64][8];
-#define FG_MARK(i) do { if (threadIdx.x % 128 == 0 && (blockIdx.x % 50) == 0 && trace_tile < 64) g_trace[blockIdx.x / 50][consumer][trace_tile][i] = clock64(); } while (0)
-#define FG_MARK_TILE() ++trace_tile
-#else
-#define FG_MARK(i)
-#define FG_MARK_TILE()
-#endif
 
 // The value of lane 0, which ptxas then knows to be the same in all lanes: what follows from it
 // goes to uniform registers.
@@ -81,19 +72,16 @@ __device__ __forceinline__ void clear_value_rows(std::uint32_t tile, int begin, 
 }
 
 template <FwdVariant kVariant, bool kScoreFunction, class T>
-__device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, const FwdParams& p,
-                                             int consumer) {
+__device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, const FwdMaps& maps,
+                                             const FwdParams& p, int consumer) {
   static constexpr FwdConfig C = fwd_config(kVariant);
-  using QTile = tile::SwizzledTile<64>;
+  using QTile = tile::SwizzledTile<C.block_m()>;
   using KvTile = tile::SwizzledTile<C.block_n>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = 64 * consumer + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  RingPosition<C.stages> ring;  // of K; a block's V has the same position in its own ring
+  RingPosition<C.k_stages> ring;  // of K; a block's V is the same use of its own ring
   RingPosition<1> q_ring;
   RingPosition<C.tiles()> slot;
-#ifdef FG_TRACE
-  int trace_tile = 0;
-#endif
   const auto release = [&](std::uint32_t barrier) {
     __syncwarp();
     if (lane == 0) {
@@ -113,69 +101,18 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
   if (consumer == C.num_consumers - 1) {
     pass_token();
   }
-  const int key_in_block = 2 * (lane % 4);
-  float s[C.block_n / 2];
-  std::uint32_t probabilities[C.block_n / 4];
-  float o[C.head_dim_v / 2];
-  // Whether the scores of the tile's first block were made with the tile before it.
-  bool scored = false;
-
-  // A block that only other warpgroups use.
-  const auto skip_k = [&] {
-    ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
-    release(shared.k_empty(ring.stage()));
-    take_token();
-    pass_token();
-    ring.advance();
-  };
-  const auto skip_v = [&](RingPosition<C.stages> at) {
-    ptx::mbarrier_wait(shared.v_full(at.stage()), at.phase());
-    release(shared.v_empty(at.stage()));
-  };
-  const auto describe_k = [&] {
-    return KvTile::k_major_descriptor(uniform(shared.k(ring.stage())));
-  };
-  const auto describe_v = [&](RingPosition<C.stages> at) {
-    return KvTile::mn_major_descriptor(uniform(shared.v(at.stage())));
-  };
-  // Q's descriptors stay the same. Where they are few, ptxas keeps them in uniform registers; else
-  // it would spill them, so they are made anew for each product.
-  constexpr bool kKeepsDescriptors = C.head_dim <= 128;
-  const std::uint32_t q_address = uniform(shared.q(consumer));
-  const auto issue_scores = [&](std::uint64_t k_descriptor) {  // (1)
-    const std::uint64_t q_descriptor = QTile::k_major_descriptor(
-        kKeepsDescriptors ? q_address : uniform(shared.q(consumer)));
-    ptx::wgmma_ss<C.block_n, T, false, 0, 0>(s, q_descriptor, k_descriptor);
-#pragma unroll
-    for (int k = 1; k < C.head_dim / 16; ++k) {
-      ptx::wgmma_ss<C.block_n, T, true, 0, 0>(s, q_descriptor + QTile::k_major_step(k),
-                                              k_descriptor + KvTile::k_major_step(k));
-    }
-    ptx::wgmma_commit();
-  };
-  const auto issue_out = [&](std::uint64_t v_descriptor) {  // (4)
-#pragma unroll
-    for (int k = 0; k < C.block_n / 16; ++k) {
-      ptx::wgmma_rs<C.head_dim_v, T, true, 1>(o, probabilities + 4 * k,
-                                              v_descriptor + KvTile::mn_major_step(k));
-    }
-    ptx::wgmma_commit();
-  };
-  const auto pack_probabilities = [&] {
-#pragma unroll
-    for (int i = 0; i < C.block_n / 4; ++i) {
-      probabilities[i] = ptx::pack<T>(s[2 * i], s[2 * i + 1]);
-    }
-  };
 
   while (true) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
     const FwdTile& tile = *shared.tile(slot.stage());
     const int num_rows = uniform(tile.num_rows);
     if (num_rows < 0) {
+      if (lane == 0) {
+        ptx::bulk_wait_read<0>();  // shared memory lives until the last copy of out has read it
+      }
       return;
     }
-    FG_MARK(0);
+    float o[C.head_dim_v / 2];
 #pragma unroll
     for (float& x : o) {
       x = 0.0F;
@@ -191,9 +128,71 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
     // The 64 rows of this warpgroup see fewer blocks than the tile, and need the mask in fewer of
     // them.
     const FwdBlocks blocks = uniform(tile.part_blocks[consumer]);
+
+    // A block that only other warpgroups use.
+    const auto skip_k = [&](RingPosition<C.k_stages> at) {
+      ptx::mbarrier_wait(shared.k_full(at.stage()), at.phase());
+      release(shared.k_empty(at.stage()));
+      take_token();
+      pass_token();
+    };
+    const auto skip_v = [&](RingPosition<C.v_stages> at) {
+      ptx::mbarrier_wait(shared.v_full(at.stage()), at.phase());
+      release(shared.v_empty(at.stage()));
+    };
+    const auto skip = [&](int count) {
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        skip_k(ring);
+        skip_v({ring.uses});
+        ring.advance();
+      }
+    };
+
+    if (loaded.begin < loaded.end) {
+      ptx::mbarrier_wait(shared.q_full(), q_ring.phase());
+      q_ring.advance();
+    }
     if (blocks.begin < blocks.end) {
+      float s[C.block_n / 2];
+      std::uint32_t probabilities[C.block_n / 4];
       float rescale[2];
+      const int key_in_block = 2 * (lane % 4);
       const int2* const row_keys = shared.row_keys(slot.stage()) + warp_row + lane / 4;
+      const std::uint32_t q_address = uniform(shared.q() + 64 * tile::kBoxRowBytes * consumer);
+
+      // V of the block whose scores were made last.
+      const auto before = [&] { return RingPosition<C.v_stages>{ring.uses - 1}; };
+      const auto describe_k = [&] {
+        return KvTile::k_major_descriptor(uniform(shared.k(ring.stage())));
+      };
+      const auto describe_v = [&] {
+        return KvTile::mn_major_descriptor(uniform(shared.v(before().stage())));
+      };
+      const auto issue_scores = [&](std::uint64_t k_descriptor) {  // (1)
+        const std::uint64_t q_descriptor = QTile::k_major_descriptor(q_address);
+        ptx::wgmma_ss<C.block_n, T, false, 0, 0>(s, q_descriptor, k_descriptor);
+#pragma unroll
+        for (int k = 1; k < C.head_dim / 16; ++k) {
+          ptx::wgmma_ss<C.block_n, T, true, 0, 0>(s, q_descriptor + QTile::k_major_step(k),
+                                                  k_descriptor + KvTile::k_major_step(k));
+        }
+        ptx::wgmma_commit();
+      };
+      const auto issue_out = [&](std::uint64_t v_descriptor) {  // (4)
+#pragma unroll
+        for (int k = 0; k < C.block_n / 16; ++k) {
+          ptx::wgmma_rs<C.head_dim_v, T, true, 1>(o, probabilities + 4 * k,
+                                                  v_descriptor + KvTile::mn_major_step(k));
+        }
+        ptx::wgmma_commit();
+      };
+      const auto pack_probabilities = [&] {
+#pragma unroll
+        for (int i = 0; i < C.block_n / 4; ++i) {
+          probabilities[i] = ptx::pack<T>(s[2 * i], s[2 * i + 1]);
+        }
+      };
       const auto rescale_out = [&] {  // (3)
 #pragma unroll
         for (int i = 0; i < C.head_dim_v / 2; ++i) {
@@ -202,11 +201,11 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       };
       // Scores of block n, and out of the block before it, n + 1.
       const auto step = [&]<bool kMasked>(int n) {
-        const RingPosition<C.stages> before = ring.previous();
+        const RingPosition<C.v_stages> v_at = before();
         const std::uint64_t k_descriptor = describe_k();
-        const std::uint64_t v_descriptor = describe_v(before);
+        const std::uint64_t v_descriptor = describe_v();
         ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
-        ptx::mbarrier_wait(shared.v_full(before.stage()), before.phase());
+        ptx::mbarrier_wait(shared.v_full(v_at.stage()), v_at.phase());
         take_token();
         ptx::wgmma_fence();
         issue_scores(k_descriptor);
@@ -215,9 +214,6 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         ptx::wgmma_wait<1>();
         ptx::pin(s);
         release(shared.k_empty(ring.stage()));
-        if (lane == 0 && n == blocks.begin) {  // after release()'s __syncwarp
-          ptx::mbarrier_arrive(shared.q_empty(consumer));
-        }
         const bool grown = softmax_block<C.block_n, kScoreFunction, kMasked>(
             s, &rows, rescale, row_keys, n * C.block_n + key_in_block, p);  // (2)
         ptx::pin(s);
@@ -231,13 +227,13 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
             ptx::wgmma_wait<0>();
             ptx::pin(o);
           }
-          release(shared.v_empty(before.stage()));
+          release(shared.v_empty(v_at.stage()));
         } else {
           // ptxas moves this wait and the release up to the maxima. V is free early then, and other
           // consumers' products cover the rest.
           ptx::wgmma_wait<0>();
           ptx::pin(o);
-          release(shared.v_empty(before.stage()));
+          release(shared.v_empty(v_at.stage()));
           if (grown) {
             rescale_out();
           }
@@ -247,129 +243,70 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         pack_probabilities();
       };
 
+      const RingPosition<C.k_stages> first = ring;
       const int skipped = loaded.end - blocks.end;
-      if (!scored) {
 #pragma unroll 1
-        for (int i = 0; i < skipped; ++i) {
-          skip_k();
-        }
-        ptx::mbarrier_wait(shared.q_full(consumer), q_ring.phase());
-        ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
-        take_token();
-        ptx::wgmma_fence();
-        issue_scores(describe_k());
-        pass_token();
-        ptx::wgmma_wait<0>();
-        ptx::pin(s);
-        release(shared.k_empty(ring.stage()));
+      for (int i = 0; i < skipped; ++i) {
+        skip_k(ring);
         ring.advance();
-      } else {
-        take_token();
-        pass_token();
       }
-      FG_MARK(1);
       int n = blocks.end - 1;
+      ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
+      take_token();
+      ptx::wgmma_fence();
+      issue_scores(describe_k());
+      pass_token();
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
+      release(shared.k_empty(ring.stage()));
+      ring.advance();
       ptx::mbarrier_wait(shared.keys_full(slot.stage()), slot.phase());
       softmax_block<C.block_n, kScoreFunction, true>(s, &rows, rescale, row_keys,
                                                      n * C.block_n + key_in_block, p);
       pack_probabilities();
 #pragma unroll 1
-      for (int i = skipped; i > 0; --i) {
-        skip_v({ring.uses - 1 - static_cast<std::uint32_t>(i)});
+      for (int i = 0; i < skipped; ++i) {
+        skip_v({first.uses + static_cast<std::uint32_t>(i)});
       }
       if (const int keys = static_cast<int>(tile.band.seqlen_kv) - n * C.block_n;
           p.clear_values && keys < C.block_n) {
-        const RingPosition<C.stages> last = ring.previous();
+        const RingPosition<C.v_stages> last = before();
         ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
         clear_value_rows<C.block_n, C.boxes(C.head_dim_v)>(shared.v(last.stage()), keys, C.block_n,
                                                            1 + C.num_consumers + consumer);
       }
-      FG_MARK(2);
       --n;
 #pragma unroll 1
-      for (int end = blocks.full_end;; end = blocks.begin) {
-#pragma unroll 1
-        for (; n >= end; --n) {
-          step.template operator()<true>(n);
-        }
-        if (n < blocks.begin) {
-          break;
-        }
-#pragma unroll 1
-        for (; n >= blocks.full_begin; --n) {
-          step.template operator()<false>(n);
-        }
+      for (; n >= blocks.full_end; --n) {
+        step.template operator()<true>(n);
       }
-      if (blocks.end - blocks.begin == 1) {
-        release(shared.q_empty(consumer));
-      }
-      FG_MARK(3);
-
-      q_ring.advance();
-
-      const RingPosition<C.stages> last = ring.previous();
-      const int behind = blocks.begin - loaded.begin;
-      RingPosition<C.tiles()> next_slot = slot;
-      next_slot.advance();
-      ptx::mbarrier_wait(shared.tile_full(next_slot.stage()), next_slot.phase());
-      const FwdTile& next = *shared.tile(next_slot.stage());
-      const FwdBlocks next_blocks = next.part_blocks[consumer];
-      scored = uniform(static_cast<std::int32_t>(behind == 0 && next.num_rows >= 0 &&
-                                                 next_blocks.begin < next_blocks.end)) != 0;
-      FG_MARK(4);
-      if (scored) {
-        const int next_skipped = uniform(next.blocks.end - next_blocks.end);
 #pragma unroll 1
-        for (int i = 0; i < next_skipped; ++i) {
-          skip_k();
-        }
-        const std::uint64_t k_descriptor = describe_k();
-        const std::uint64_t v_descriptor = describe_v(last);
-        ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
-        ptx::mbarrier_wait(shared.q_full(consumer), q_ring.phase());
-        ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
-        FG_MARK(5);
-        take_token();
-        ptx::wgmma_fence();
-        issue_out(v_descriptor);
-        issue_scores(k_descriptor);
-        pass_token();
-        ptx::wgmma_wait<0>();
-        ptx::pin(o);
-        ptx::pin(s);
-        release(shared.v_empty(last.stage()));
-        release(shared.k_empty(ring.stage()));
-        ring.advance();
-      } else {
-        ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
-        take_token();
-        ptx::wgmma_fence();
-        issue_out(describe_v(last));
-        pass_token();
-        ptx::wgmma_wait<0>();
-        ptx::pin(o);
-        release(shared.v_empty(last.stage()));
-#pragma unroll 1
-        for (int i = 0; i < behind; ++i) {
-          skip_k();
-          skip_v(ring.previous());
-        }
+      for (; n >= blocks.full_begin; --n) {
+        step.template operator()<false>(n);
       }
-      FG_MARK(6);
+#pragma unroll 1
+      for (; n >= blocks.begin; --n) {
+        step.template operator()<true>(n);
+      }
+      release(shared.q_empty());
+      const RingPosition<C.v_stages> last = before();
+      ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
+      take_token();
+      ptx::wgmma_fence();
+      issue_out(describe_v());
+      pass_token();
+      ptx::wgmma_wait<0>();
+      ptx::pin(o);
+      release(shared.v_empty(last.stage()));
+      skip(blocks.begin - loaded.begin);
     } else if (loaded.begin < loaded.end) {
       take_token();
       pass_token();
-#pragma unroll 1
-      for (int i = loaded.begin; i < loaded.end; ++i) {
-        skip_k();
-        skip_v(ring.previous());
-      }
-      scored = false;
+      skip(loaded.end - loaded.begin);
+      release(shared.q_empty());
     }
-    finish_rows<C.head_dim_v, kScoreFunction, T>(o, rows, p, tile, warp_row);  // (5)
+    finish_rows<kVariant, kScoreFunction, T>(shared, maps, p, tile, rows, o, warp_row / 16);  // (5)
     ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));
-    FG_MARK(7);
-    FG_MARK_TILE();
     slot.advance();
   }
 }
@@ -392,12 +329,10 @@ __global__ void __launch_bounds__(fwd_config(kVariant).threads(), 1)
       fwd_producer<kVariant>(shared, maps, p);
     } else if (warp == 1) {
       fwd_scheduler<kVariant>(shared, p);
-    } else if (warp == 2) {
-      fwd_q_loader<kVariant>(shared, maps, p);
     }
   } else {
     ptx::registers_increase<C.consumer_registers()>();
-    fwd_consumer<kVariant, kScoreFunction, T>(shared, p, warp / 4 - 1);
+    fwd_consumer<kVariant, kScoreFunction, T>(shared, maps, p, warp / 4 - 1);
   }
 }
 

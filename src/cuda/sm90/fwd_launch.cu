@@ -63,6 +63,10 @@ cuda::Extents value_extents(const Problem& p) {
   return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim_v};
 }
 
+cuda::Extents out_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_q, p.heads_q, p.head_dim_v};
+}
+
 Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows, std::uint32_t bit,
                 CUtensorMap* map, std::uint32_t* mapped) {
   if (!cuda::can_map(tensor, extents)) {
@@ -192,11 +196,14 @@ Status launch_forward(const Problem& p, const Args& args) {
   params.v = args.v;
   FwdMaps maps{};
   if (p.seqlen_kv > 0 && p.batch > 0) {
-    FG_RETURN_IF_ERROR(make_map(params.q, query_extents(p), 64, kFwdMapQ, &maps.q, &params.mapped));
+    FG_RETURN_IF_ERROR(
+        make_map(params.q, query_extents(p), config.block_m(), kFwdMapQ, &maps.q, &params.mapped));
     FG_RETURN_IF_ERROR(
         make_map(params.k, key_extents(p), config.block_n, kFwdMapK, &maps.k, &params.mapped));
     FG_RETURN_IF_ERROR(
         make_map(params.v, value_extents(p), config.block_n, kFwdMapV, &maps.v, &params.mapped));
+    FG_RETURN_IF_ERROR(
+        make_map(params.out, out_extents(p), 16, kFwdMapOut, &maps.out, &params.mapped));
   }
   params.next_work = reinterpret_cast<std::uint32_t*>(start + kNextWork);
   auto* const num_packed_tiles = reinterpret_cast<std::uint32_t*>(start + kNumPackedTiles);

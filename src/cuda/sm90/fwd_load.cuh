@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The forward's first warpgroup: a warp that takes tiles from the work list, one that loads K and
-// V, one that loads Q.
+// The forward's first warpgroup: a warp that takes tiles from the work list, a warp that loads.
 #pragma once
 
 #include <cstdint>
@@ -44,76 +43,8 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
   }
 }
 
-// A tile of kRows rows from `row` of a head on, `rows_that_exist` of them; then one arrival on
-// `barrier`. One warp.
-template <int kRows, int kColumns>
-__device__ __forceinline__ void fwd_load(std::uint32_t destination, std::uint32_t barrier,
-                                         bool mapped, const CUtensorMap& map, const Tensor& tensor,
-                                         int columns, int batch, int row, int head,
-                                         int rows_that_exist, int lane) {
-  constexpr int kBoxes = FwdConfig::boxes(kColumns);
-  if (mapped) {
-    if (lane == 0) {
-      ptx::mbarrier_arrive_expect(barrier, FwdConfig::bytes(kRows, kColumns));
-#pragma unroll 1
-      for (int box = 0; box < kBoxes; ++box) {
-        ptx::tensor_load(destination + box * kRows * tile::kBoxRowBytes, &map, barrier,
-                         box * tile::kBoxColumns, row, head, batch);
-      }
-    }
-  } else {
-    load_tile<kRows, kBoxes * tile::kBoxColumns>(destination, tensor, batch, row, head, 0, columns,
-                                                 lane, [&](int r) { return r < rows_that_exist; });
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(barrier);
-    }
-  }
-}
-
-// Q: each consumer's rows as soon as it has made the last scores of the tile before. By then they
-// are in the L2, since a tile is known some blocks ahead.
-template <FwdVariant kVariant>
-__device__ __forceinline__ void fwd_q_loader(const FwdShared<kVariant>& shared, const FwdMaps& maps,
-                                             const FwdParams& p) {
-  static constexpr FwdConfig C = fwd_config(kVariant);
-  constexpr int kBoxes = FwdConfig::boxes(C.head_dim);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const bool mapped = (p.mapped & kFwdMapQ) != 0;
-  RingPosition<1> ring[C.num_consumers];
-  RingPosition<C.tiles()> slot;
-  while (true) {
-    ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
-    const FwdTile& tile = *shared.tile(slot.stage());
-    if (tile.num_rows < 0) {
-      return;
-    }
-    const auto is_used = [&](int consumer) {
-      return tile.part_blocks[consumer].begin < tile.part_blocks[consumer].end;
-    };
-    if (mapped && lane < C.num_consumers * kBoxes && is_used(lane / kBoxes)) {
-      ptx::tensor_prefetch_l2(&maps.q, lane % kBoxes * tile::kBoxColumns,
-                              tile.q_row + 64 * (lane / kBoxes), tile.head, tile.batch);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int consumer = 0; consumer < C.num_consumers; ++consumer) {
-      if (is_used(consumer)) {
-        ptx::mbarrier_wait(shared.q_empty(consumer), ring[consumer].phase() ^ 1);
-        fwd_load<64, C.head_dim>(shared.q(consumer), shared.q_full(consumer), mapped,
-                                 maps.q, p.q, p.head_dim, tile.batch, tile.q_row + 64 * consumer,
-                                 tile.head, tile.num_rows - 64 * consumer, lane);
-        ring[consumer].advance();
-      }
-    }
-    ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));
-    slot.advance();
-  }
-}
-
-// K and V: K(last), then K(n), V(n + 1) for each n below, then V(first): the order in which they
-// are consumed.
+// Order of loads: K(last), then K(n), V(n + 1) for each n below, then V(first): the order in which
+// they are consumed.
 template <FwdVariant kVariant>
 __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, const FwdMaps& maps,
                                              const FwdParams& p) {
@@ -122,8 +53,9 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
   // that is still busy.
   constexpr int kBlocksAhead = 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  RingPosition<C.stages> k_ring;
-  RingPosition<C.stages> v_ring;
+  RingPosition<C.k_stages> k_ring;
+  RingPosition<C.v_stages> v_ring;
+  RingPosition<1> q_ring;
   RingPosition<C.tiles()> slot;
   while (true) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
@@ -131,20 +63,44 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
     if (tile.num_rows < 0) {
       return;
     }
+    const auto load = [&]<int kRows, int kColumns>(std::uint32_t destination, std::uint32_t barrier,
+                                                   std::uint32_t map_bit, const CUtensorMap& map,
+                                                   const Tensor& tensor, int columns, int row,
+                                                   int head, int rows_that_exist) {
+      if ((p.mapped & map_bit) != 0) {
+        if (lane == 0) {
+          ptx::mbarrier_arrive_expect(barrier, C.bytes(kRows, kColumns));
+#pragma unroll 1
+          for (int box = 0; box < C.boxes(kColumns); ++box) {
+            ptx::tensor_load(destination + box * kRows * tile::kBoxRowBytes, &map, barrier,
+                             box * tile::kBoxColumns, row, head, tile.batch);
+          }
+        }
+      } else {
+        load_tile<kRows, C.boxes(kColumns) * tile::kBoxColumns>(
+            destination, tensor, tile.batch, row, head, 0, columns, lane,
+            [&](int r) { return r < rows_that_exist; });
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) {
+          ptx::mbarrier_arrive(barrier);
+        }
+      }
+    };
     const auto load_k = [&](int n) {
       ptx::mbarrier_wait(shared.k_empty(k_ring.stage()), k_ring.phase() ^ 1);
-      fwd_load<C.block_n, C.head_dim>(shared.k(k_ring.stage()), shared.k_full(k_ring.stage()),
-                                      (p.mapped & kFwdMapK) != 0, maps.k, p.k, p.head_dim,
-                                      tile.batch, tile.kv_row + n * C.block_n, tile.head_kv,
-                                      static_cast<int>(tile.band.seqlen_kv) - n * C.block_n, lane);
+      load.template operator()<C.block_n, C.head_dim>(
+          shared.k(k_ring.stage()), shared.k_full(k_ring.stage()), kFwdMapK, maps.k, p.k,
+          p.head_dim, tile.kv_row + n * C.block_n, tile.head_kv,
+          static_cast<int>(tile.band.seqlen_kv) - n * C.block_n);
       k_ring.advance();
     };
     const auto load_v = [&](int n) {
       ptx::mbarrier_wait(shared.v_empty(v_ring.stage()), v_ring.phase() ^ 1);
-      fwd_load<C.block_n, C.head_dim_v>(
-          shared.v(v_ring.stage()), shared.v_full(v_ring.stage()), (p.mapped & kFwdMapV) != 0,
-          maps.v, p.v, p.head_dim_v, tile.batch, tile.kv_row + n * C.block_n, tile.head_kv,
-          static_cast<int>(tile.band.seqlen_kv) - n * C.block_n, lane);
+      load.template operator()<C.block_n, C.head_dim_v>(
+          shared.v(v_ring.stage()), shared.v_full(v_ring.stage()), kFwdMapV, maps.v, p.v,
+          p.head_dim_v, tile.kv_row + n * C.block_n, tile.head_kv,
+          static_cast<int>(tile.band.seqlen_kv) - n * C.block_n);
       v_ring.advance();
     };
     const auto want_next = [&] {
@@ -157,6 +113,11 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
       want_next();
     }
     if (blocks.begin < blocks.end) {
+      ptx::mbarrier_wait(shared.q_empty(), q_ring.phase() ^ 1);
+      load.template operator()<C.block_m(), C.head_dim>(shared.q(), shared.q_full(), kFwdMapQ,
+                                                        maps.q, p.q, p.head_dim, tile.q_row,
+                                                        tile.head, tile.num_rows);
+      q_ring.advance();
       load_k(blocks.end - 1);
 #pragma unroll 1
       for (int n = blocks.end - 2; n >= blocks.begin; --n) {

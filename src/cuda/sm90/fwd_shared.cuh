@@ -2,20 +2,20 @@
 // The forward's shared memory: tiles, barriers and how their uses are counted.
 //
 // | barrier          | arrives                           | waits               | count         |
-// | tile_full[4]     | scheduler, all lanes              | loaders, consumers  | 32            |
-// | keys_full[4]     | scheduler, all lanes              | consumers           | 32            |
-// | tile_empty[4]    | all lanes of their warps          | scheduler           | 128 * C + 64  |
+// | tile_full[T]     | scheduler, all lanes              | producer, consumers | 32            |
+// | keys_full[T]     | scheduler, all lanes              | consumers           | 32            |
+// | tile_empty[T]    | all lanes of their warps          | scheduler           | 128 * C + 32  |
 // | tile_wanted      | producer, when few loads are left | scheduler           | 1             |
-// | q_full[C]        | loader of Q and the copy engine   | consumer            | 1             |
-// | q_empty[C]       | a lane of each of its warps       | loader of Q         | 4             |
+// | q_full           | producer and the copy engine      | consumers           | 1             |
+// | q_empty          | a lane of each consumer warp      | producer            | 4 * C         |
 // | k_full, v_full   | producer and the copy engine      | consumers           | 1             |
 // | k_empty, v_empty | a lane of each consumer warp      | producer            | 4 * C         |
 //
-// C is the number of consumers. What describes a tile is written and read by all lanes, each of
-// which arrives for itself: a __syncwarp() before one lane's arrival would do, but
-// compute-sanitizer's racecheck does not see through it, and a tile is passed on seldom. The n-th
-// use of a full barrier completes its phase n. An empty one is waited for with the phase before, so
-// the first wait passes at once.
+// C is the number of consumers, T of tiles described at a time. What describes a tile is written
+// and read by all lanes, each of which arrives for itself: a __syncwarp() before one lane's arrival
+// would do, but compute-sanitizer's racecheck does not see through it, and a tile is passed on
+// seldom. The n-th use of a full barrier completes its phase n. An empty one is waited for with the
+// phase before, so the first wait passes at once.
 #pragma once
 
 #include <cstdint>
@@ -46,15 +46,18 @@ struct FwdShared {
   __device__ explicit FwdShared(std::uint8_t* memory)
       : base(memory), address(ptx::shared_address(memory)) {}
 
-  // Tiles, swizzled (tile/swizzle.hpp): (64, head_dim), (block_n, head_dim), (block_n, head_dim_v).
-  __device__ std::uint32_t q(int consumer) const {
-    return address + C.q_offset() + consumer * C.q_bytes();
-  }
+  // Tiles, swizzled (tile/swizzle.hpp): (block_m, head_dim), (block_n, head_dim), (block_n,
+  // head_dim_v).
+  __device__ std::uint32_t q() const { return address + C.q_offset(); }
   __device__ std::uint32_t k(int stage) const {
     return address + C.k_offset() + stage * C.k_bytes();
   }
   __device__ std::uint32_t v(int stage) const {
     return address + C.v_offset() + stage * C.v_bytes();
+  }
+  // A warp's 16 rows of out; a tile of (16, head_dim_v).
+  __device__ std::uint32_t out(int warp) const {
+    return address + C.out_offset() + warp * C.bytes(16, C.head_dim_v);
   }
   // Tiles in work and to come; for each of its rows, the first key it sees and the one behind
   // the last.
@@ -71,19 +74,12 @@ struct FwdShared {
   __device__ std::uint32_t tile_empty(int slot) const { return barrier(C.tiles() + slot); }
   __device__ std::uint32_t keys_full(int slot) const { return barrier(2 * C.tiles() + slot); }
   __device__ std::uint32_t tile_wanted() const { return barrier(3 * C.tiles()); }
-  __device__ std::uint32_t q_full(int consumer) const {
-    return barrier(3 * C.tiles() + 1 + consumer);
-  }
-  __device__ std::uint32_t q_empty(int consumer) const {
-    return q_full(C.num_consumers + consumer);
-  }
-  __device__ std::uint32_t k_full(int stage) const { return ring_barrier(0, stage); }
-  __device__ std::uint32_t k_empty(int stage) const { return ring_barrier(1, stage); }
-  __device__ std::uint32_t v_full(int stage) const { return ring_barrier(2, stage); }
-  __device__ std::uint32_t v_empty(int stage) const { return ring_barrier(3, stage); }
-  __device__ std::uint32_t ring_barrier(int ring, int stage) const {
-    return barrier(3 * C.tiles() + 1 + 2 * C.num_consumers + ring * C.stages + stage);
-  }
+  __device__ std::uint32_t q_full() const { return barrier(3 * C.tiles() + 1); }
+  __device__ std::uint32_t q_empty() const { return barrier(3 * C.tiles() + 2); }
+  __device__ std::uint32_t k_full(int stage) const { return barrier(3 * C.tiles() + 3 + stage); }
+  __device__ std::uint32_t k_empty(int stage) const { return k_full(C.k_stages + stage); }
+  __device__ std::uint32_t v_full(int stage) const { return k_full(2 * C.k_stages + stage); }
+  __device__ std::uint32_t v_empty(int stage) const { return v_full(C.v_stages + stage); }
 
   // One thread.
   __device__ void init_barriers() const {
@@ -91,16 +87,16 @@ struct FwdShared {
     for (int i = 0; i < C.tiles(); ++i) {
       ptx::mbarrier_init(tile_full(i), 32);
       ptx::mbarrier_init(keys_full(i), 32);
-      ptx::mbarrier_init(tile_empty(i), 32 * (kConsumerWarps + 2));
+      ptx::mbarrier_init(tile_empty(i), 32 * (kConsumerWarps + 1));
     }
     ptx::mbarrier_init(tile_wanted(), 1);
-    for (int i = 0; i < C.num_consumers; ++i) {
-      ptx::mbarrier_init(q_full(i), 1);
-      ptx::mbarrier_init(q_empty(i), 4);
-    }
-    for (int i = 0; i < C.stages; ++i) {
+    ptx::mbarrier_init(q_full(), 1);
+    ptx::mbarrier_init(q_empty(), kConsumerWarps);
+    for (int i = 0; i < C.k_stages; ++i) {
       ptx::mbarrier_init(k_full(i), 1);
       ptx::mbarrier_init(k_empty(i), kConsumerWarps);
+    }
+    for (int i = 0; i < C.v_stages; ++i) {
       ptx::mbarrier_init(v_full(i), 1);
       ptx::mbarrier_init(v_empty(i), kConsumerWarps);
     }

@@ -6,22 +6,21 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/fwd_shared.cuh"
 #include "cuda/sm90/fwd_softmax.cuh"
 #include "cuda/sm90/fwd_tile.cuh"
 
 namespace flashgrad::sm90 {
 
-// Writes O times `factor`; says whether what the thread holds of its two rows is finite. Lanes 2 i and
-// 2 i + 1 of a quad first exchange half of their columns, so that each holds 4 neighbours and a
-// quad writes 32 bytes of a row.
+// O times `factor`, rounded: pairs[2 j + r] holds the thread's two columns of group j of 8, of its
+// row r. Says whether what the thread holds of its two rows is finite.
 template <int kColumns, class T>
-__device__ __forceinline__ void store_out(float (&o)[kColumns / 2], const float (&factor)[2],
-                                          const FwdParams& p, T* out, int row, int num_rows,
-                                          bool (&is_finite)[2]) {
-  const int lane_of_quad = ptx::thread_index() % 4;
-  const bool odd = lane_of_quad % 2 != 0;
-  const int first_column = lane_of_quad % 2 * 8 + lane_of_quad / 2 * 4;
+__device__ __forceinline__ void pack_out(float (&o)[kColumns / 2], const float (&factor)[2],
+                                         std::uint32_t (&pairs)[kColumns / 4],
+                                         bool (&is_finite)[2]) {
   // A row that sees nothing is 0, whatever V holds.
   if (__any_sync(0xffffffffU, factor[0] == 0.0F || factor[1] == 0.0F)) {
 #pragma unroll
@@ -29,25 +28,38 @@ __device__ __forceinline__ void store_out(float (&o)[kColumns / 2], const float 
       o[i] = factor[i / 2 % 2] == 0.0F ? 0.0F : o[i];
     }
   }
+  std::uint32_t zero[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kColumns / 4; ++i) {
+    pairs[i] = ptx::pack<T>(o[2 * i] * factor[i % 2], o[2 * i + 1] * factor[i % 2]);
+    zero[i % 2] = ptx::fma_pairs<T>(pairs[i], 0, zero[i % 2]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    // 0 x is +0 or -0 of every finite x.
+    is_finite[r] = (zero[r] & 0x7fff7fffU) == 0;
+  }
+}
+
+// Writes the rows of a warp that exist. Lanes 2 i and 2 i + 1 of a quad first exchange half of
+// their columns, so that each holds 4 neighbours and a quad writes 32 bytes of a row.
+template <int kColumns, class T>
+__device__ __forceinline__ void store_out(const std::uint32_t (&pairs)[kColumns / 4],
+                                          const FwdParams& p, T* out, int row, int num_rows) {
+  const int lane_of_quad = ptx::thread_index() % 4;
+  const bool odd = lane_of_quad % 2 != 0;
+  const int first_column = lane_of_quad % 2 * 8 + lane_of_quad / 2 * 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     // The thread's columns, in order: first_column + 16 c to first_column + 16 c + 3 for each c.
     uint2 columns[kColumns / 16];
-    std::uint32_t zero[2] = {0, 0};
 #pragma unroll
     for (int c = 0; c < kColumns / 16; ++c) {
-      std::uint32_t mine[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int i = 4 * (2 * c + j) + 2 * r;
-        mine[j] = ptx::pack<T>(o[i] * factor[r], o[i + 1] * factor[r]);
-        zero[j] = ptx::fma_pairs<T>(mine[j], 0, zero[j]);
-      }
-      const std::uint32_t received = __shfl_xor_sync(0xffffffffU, odd ? mine[0] : mine[1], 1);
-      columns[c] = odd ? make_uint2(received, mine[1]) : make_uint2(mine[0], received);
+      const std::uint32_t even_group = pairs[4 * c + r];
+      const std::uint32_t odd_group = pairs[4 * c + 2 + r];
+      const std::uint32_t received = __shfl_xor_sync(0xffffffffU, odd ? even_group : odd_group, 1);
+      columns[c] = odd ? make_uint2(received, odd_group) : make_uint2(even_group, received);
     }
-    // 0 x is +0 or -0 of every finite x.
-    is_finite[r] = ((zero[0] | zero[1]) & 0x7fff7fffU) == 0;
     if (row + 8 * r >= num_rows) {
       continue;
     }
@@ -73,6 +85,36 @@ __device__ __forceinline__ void store_out(float (&o)[kColumns / 2], const float 
         }
       }
     }
+  }
+}
+
+// Writes the 16 rows of a warp by the copy engine, from `staged`, a tile of (16, kColumns) that
+// belongs to the warp.
+template <int kColumns>
+__device__ __forceinline__ void copy_out(const std::uint32_t (&pairs)[kColumns / 4],
+                                         std::uint32_t staged, const CUtensorMap& map, int row,
+                                         int head, int batch) {
+  using Tile = tile::SwizzledTile<16>;
+  const int lane = ptx::thread_index() % 32;
+  if (lane == 0) {
+    ptx::bulk_wait_read<0>();  // for the copy of the tile before
+  }
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < kColumns / 16; ++c) {
+    ptx::store_matrix(
+        staged + static_cast<std::uint32_t>(Tile::offset(lane % 16, 16 * c + lane / 16 * 8)),
+        pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]);
+  }
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int box = 0; box < FwdConfig::boxes(kColumns); ++box) {
+      ptx::tensor_store(&map, staged + box * Tile::kBoxBytes, box * tile::kBoxColumns, row, head,
+                        batch);
+    }
+    ptx::bulk_commit();
   }
 }
 
@@ -117,12 +159,12 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   constexpr int kColumnsOfLane = (kColumns + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Range keys = tile.band.kv_range(tile.m_begin + row_in_tile, tile.m_begin + row_in_tile + 1);
-  const T* const q = static_cast<const T*>(p.q.data) +
-                     p.q.offset(tile.batch, tile.q_row + row_in_tile, tile.head);
+  const T* const q =
+      static_cast<const T*>(p.q.data) + p.q.offset(tile.batch, tile.q_row + row_in_tile, tile.head);
   const float scale = kScoreFunction ? 1.0F : p.scale_log2;
   const auto score_of = [&](std::int64_t key) {
-    const T* const k = static_cast<const T*>(p.k.data) +
-                       p.k.offset(tile.batch, tile.kv_row + key, tile.head_kv);
+    const T* const k =
+        static_cast<const T*>(p.k.data) + p.k.offset(tile.batch, tile.kv_row + key, tile.head_kv);
     float score = 0.0F;
 #pragma unroll 1
     for (int c = 0; c < p.head_dim; ++c) {
@@ -151,8 +193,7 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
     const int count = static_cast<int>(min(keys.end - first, std::int64_t{32}));
 #pragma unroll 1
     for (int j = 0; j < count; ++j) {
-      const T* const v =
-          static_cast<const T*>(p.v.data) +
+      const T* const v = static_cast<const T*>(p.v.data) +
                          p.v.offset(tile.batch, tile.kv_row + first + j, tile.head_kv);
       const float weight = __shfl_sync(0xffffffffU, probability, j);
 #pragma unroll
@@ -181,16 +222,20 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   }
 }
 
-// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp_row` is the
-// warp's first row in the tile.
-template <int kColumns, bool kScoreFunction, class T>
-__device__ __forceinline__ void finish_rows(float (&o)[kColumns / 2], const SoftmaxRows& rows,
-                                            const FwdParams& p, const FwdTile& tile, int warp_row) {
+// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp` counts the
+// consumers' warps; each has 16 rows of the tile.
+template <FwdVariant kVariant, bool kScoreFunction, class T>
+__device__ __forceinline__ void finish_rows(const FwdShared<kVariant>& shared, const FwdMaps& maps,
+                                            const FwdParams& p, const FwdTile& tile,
+                                            const SoftmaxRows& rows,
+                                            float (&o)[fwd_config(kVariant).head_dim_v / 2],
+                                            int warp) {
+  static constexpr FwdConfig C = fwd_config(kVariant);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = warp_row + lane / 4;
+  const int row = 16 * warp + lane / 4;
   float factor[2];
   bool is_nan[2];  // of the sum: no other computation would help
-  bool suspicious[2];
+  bool is_huge[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = rows.sum[r];
@@ -201,24 +246,33 @@ __device__ __forceinline__ void finish_rows(float (&o)[kColumns / 2], const Soft
                                : rows.maximum[r] * (kScoreFunction ? 1.0F : p.scale_log2);
     const RowSum row_sum = finish_sum(exponent, sum, p, tile.head);
     factor[r] = row_sum.factor;
-    const bool exists = row + 8 * r < tile.num_rows;
-    if (p.lse && lane % 4 == 0 && exists) {
+    is_nan[r] = row_sum.sum != row_sum.sum;
+    is_huge[r] = fabsf(exponent) > kHugeExponent && fabsf(exponent) < CUDART_INF_F;
+    if (p.lse && lane % 4 == 0 && row + 8 * r < tile.num_rows) {
       static_cast<float*>(p.lse.data)[tile.lse_offset + (row + 8 * r) * p.lse.row_stride] =
           row_sum.lse_log2 * 0.6931471805599453F;
     }
-    const bool is_huge = fabsf(exponent) > kHugeExponent && fabsf(exponent) < CUDART_INF_F;
-    is_nan[r] = row_sum.sum != row_sum.sum;
-    suspicious[r] = is_huge;
   }
+  std::uint32_t pairs[C.head_dim_v / 4];
   bool is_finite[2];
-  store_out<kColumns, T>(o, factor, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
-                         tile.num_rows, is_finite);
+  pack_out<C.head_dim_v, T>(o, factor, pairs, is_finite);
+  bool suspicious[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    suspicious[r] |= !is_finite[r] && !is_nan[r];
-    suspicious[r] &= row + 8 * r < tile.num_rows;
+    suspicious[r] = row + 8 * r < tile.num_rows && (is_huge[r] || (!is_finite[r] && !is_nan[r]));
   }
-  if (!__any_sync(0xffffffffU, suspicious[0] || suspicious[1])) {
+  const bool recomputes = __any_sync(0xffffffffU, suspicious[0] || suspicious[1]);
+  if constexpr (C.stages_out()) {
+    // What is recomputed is written after the rest of its rows, and nobody waits for a copy.
+    if ((p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows && !recomputes) {
+      copy_out<C.head_dim_v>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
+                             tile.batch);
+      return;
+    }
+  }
+  store_out<C.head_dim_v, T>(pairs, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
+                             tile.num_rows);
+  if (!recomputes) {
     return;
   }
 #pragma unroll 1
@@ -228,7 +282,7 @@ __device__ __forceinline__ void finish_rows(float (&o)[kColumns / 2], const Soft
       const int quad = (__ffs(static_cast<int>(lanes)) - 1) / 4;
       lanes &= ~(0xfU << (4 * quad));
       __syncwarp();  // after what other lanes have stored of the row
-      recompute_row<kColumns, kScoreFunction, T>(p, tile, warp_row + 8 * r + quad);
+      recompute_row<C.head_dim_v, kScoreFunction, T>(p, tile, 16 * warp + 8 * r + quad);
     }
   }
 }

@@ -14,12 +14,12 @@ namespace flashgrad::sm90 {
 // What the scheduler tells the others through shared memory.
 struct FwdTile {
   Band band;
-  FwdBlocks blocks;                 // of all rows: what is loaded
-  FwdBlocks part_blocks[3];         // of the 64 rows of each consumer
-  std::int64_t out_offset;          // of the tile's first row
-  std::int64_t lse_offset;          // likewise
-  std::int32_t m_begin;             // first row, counted in its sequence
-  std::int32_t num_rows;            // rows that exist; negative: no more work
+  FwdBlocks blocks;          // of all rows: what is loaded
+  FwdBlocks part_blocks[3];  // of the 64 rows of each consumer
+  std::int64_t out_offset;   // of the tile's first row
+  std::int64_t lse_offset;   // likewise
+  std::int32_t m_begin;      // first row, counted in its sequence
+  std::int32_t num_rows;     // rows that exist; negative: no more work
   std::int32_t head;
   std::int32_t q_row, kv_row, head_kv, batch;  // coordinates in the tensors
 };
