@@ -358,7 +358,8 @@ std::vector<Case> find_cases(std::string_view id, Place place) {
       }
     }
   }
-  throw std::invalid_argument("--case: '" + std::string(id) + "' is not in the table");
+  throw std::invalid_argument("--case: '" + std::string(id) +
+                              "' is not in the table, whose ids check --help lists");
 }
 
 }  // namespace flashgrad::check

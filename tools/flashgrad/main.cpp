@@ -77,12 +77,16 @@ void add_check(CLI::App& app, CheckArguments& arguments) {
   check->get_option("--backend")
       ->description(
           fmt::format("auto (every one that can run here), {}", fmt::join(backend_names(), ", ")));
-  check->footer(
-      std::string(kShapeFooter) +
-      "\nFor each sequence, joined by ':': used_q, used_kv, q_offset. What tensors hold: q, k, v,\n"
-      "dout, dlse, sinks = n (normal numbers), 3n (times 3), a number (everywhere) or none.\n"
-      "null=lse:dq:dk:dv leaves outputs out. layout = own, fused, size1, huge, dout_view or "
-      "dout_0.");
+  check->footer([] {
+    return std::string(kShapeFooter) +
+           "\nFor each sequence, joined by ':': used_q, used_kv, q_offset. What tensors hold: q, "
+           "k, "
+           "v,\ndout, dlse, sinks = n (normal numbers), 3n (times 3), a number (everywhere) or "
+           "none.\nnull=lse:dq:dk:dv leaves outputs out. layout = own, fused, size1, huge, "
+           "dout_view "
+           "or dout_0.\n\nID is one of\n" +
+           table_ids();
+  });
   // The table's cases have masks and factors of their own.
   for (const char* option :
        {"--dtype", "--causal", "--window", "--align", "--scale", "--softcap", "--deterministic",

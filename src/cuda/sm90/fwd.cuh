@@ -10,6 +10,8 @@
 //   (4) O += P V, l += rowsum P                         with P from registers, in the input dtype
 //   (5) out = O / l, lse = ln(2) (c m + log2 l)         (fwd_store.cuh)
 //
+// (5) is code that a tile runs once, cold, while the tensor cores idle: its instructions are few.
+//
 // Only blocks at the edge of the band are masked. (3) is left out while no row's maximum has grown
 // by much (fwd_softmax.cuh).
 //
@@ -218,25 +220,19 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
             s, &rows, rescale, row_keys, n * C.block_n + key_in_block, p);  // (2)
         ptx::pin(s);
         if constexpr (C.late_wait) {
-          // The branch around the waits keeps ptxas from moving them ahead of the exponentials.
-          if (grown) {
+          // Once: in straight code ptxas moves the wait ahead of the exponentials.
+          do {
             ptx::wgmma_wait<0>();
-            ptx::pin(o);
-            rescale_out();
-          } else {
-            ptx::wgmma_wait<0>();
-            ptx::pin(o);
-          }
-          release(shared.v_empty(v_at.stage()));
+          } while (n < 0);
         } else {
           // ptxas moves this wait and the release up to the maxima. V is free early then, and other
           // consumers' products cover the rest.
           ptx::wgmma_wait<0>();
-          ptx::pin(o);
-          release(shared.v_empty(v_at.stage()));
-          if (grown) {
-            rescale_out();
-          }
+        }
+        ptx::pin(o);
+        release(shared.v_empty(v_at.stage()));
+        if (grown) {
+          rescale_out();
         }
         ptx::pin(s);
         ring.advance();

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a forward tile: out and lse of a warp's 16 rows.
+// The end of a forward tile: out and lse of a warp's 16 rows. What can be copied as it is goes
+// through shared memory and the copy engine, whose work the next tile hides; rows at the end of a
+// sequence, tensors that it can't address, and rows that are computed anew are written directly.
 #pragma once
 
 #include <math_constants.h>
