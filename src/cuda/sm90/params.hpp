@@ -48,6 +48,7 @@ struct BwdPrepareParams {
   Sequences sequences;
   std::int64_t heads_q;
   RowInputs inputs;
+  bool wide;  // out and dout can be read 16 bytes at a time
   RowStatistics rows;
   float* dq_accumulator;      // of BwdParams, zeroed; null: not wanted
   std::int64_t block_floats;  // 64 * padded head_dim
