@@ -9,9 +9,7 @@
 // -inf and 0, whatever their out and dout; a block with such a row is marked, so that the main
 // kernel keeps its NaN away from the others.
 //
-// The others: one CTA per (query block, head). (1) is the diagonal of a product of 8 rows of dout
-// and 8 of out on the tensor cores: the scalar form issues instructions for as long as the memory
-// takes, and sums over lanes besides.
+// The others: one CTA per (query block, head), 16 rows a warp.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -110,65 +108,6 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
   }
 }
 
-// 128 columns of out and dout in 16 rows, a lane's part: rows lane / 4 and 8 more, in each four
-// times 8 columns, the four lanes of a row next to each other.
-struct RowPieces {
-  uint4 out[2][4];
-  uint4 dout[2][4];
-};
-
-// 8 elements, as many as `count`, the others 0.
-template <class T>
-__device__ __forceinline__ uint4 gather_8(const T* from, std::int64_t stride, std::int64_t count) {
-  std::uint32_t pairs[4] = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i < count) {
-      pairs[i / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(from)[i * stride]}
-                      << (i % 2 * 16);
-    }
-  }
-  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
-// Loads columns from `column` on. The lane's rows are number 0 and 8 from `out` and `dout` on, and
-// rows from `left` on are not there.
-template <class T>
-__device__ __forceinline__ void load_pieces(RowPieces& pieces, const BwdPrepareParams& p,
-                                            const T* out, const T* dout, int left, int column) {
-  const RowInputs& in = p.inputs;
-  const auto columns = static_cast<int>(in.head_dim_v);
-  const auto load = [&](auto&& load_8) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int c = column + 32 * k;
-        uint4& x = pieces.out[i][k];
-        uint4& y = pieces.dout[i][k];
-        x = y = make_uint4(0, 0, 0, 0);
-        if (8 * i < left && c < columns) {
-          load_8(x, y, 8 * i, c);
-        }
-      }
-    }
-  };
-  if (p.wide) {
-    load([&](uint4& x, uint4& y, int row, int c) {
-      x = __ldcs(reinterpret_cast<const uint4*>(out + row * in.out.row_stride + c));
-      y = *reinterpret_cast<const uint4*>(dout + row * in.dout.row_stride + c);
-    });
-  } else {
-    load([&](uint4& x, uint4& y, int row, int c) {
-      if (in.dout) {
-        x = gather_8(out + row * in.out.row_stride + c, 1, columns - c);
-        y = gather_8(dout + row * in.dout.row_stride + c * in.dout.dim_stride, in.dout.dim_stride,
-                     columns - c);
-      }
-    });
-  }
-}
-
 template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
                              3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
@@ -213,41 +152,6 @@ __global__ __launch_bounds__(kPrepareThreads,
   const auto group = static_cast<unsigned>(p.group);
   const auto head_kv = static_cast<unsigned>(head) / group;
   const std::int64_t unit = s.packed() ? head_kv : span * (heads / group) + head_kv;
-  const bool prepares = p.pipeline.lead == 0 || unit < p.pipeline.lead;
-
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int64_t lane_row = row_begin + 16 * warp + lane / 4;
-  const int left =
-      prepares ? static_cast<int>(clamp_to(sequence.band.seqlen_q - lane_row, 0, 16)) : 0;
-  // Asked before the loads, so that the sequence needs no registers then.
-  const std::int64_t rows_end = (p.ragged ? sequence.q.end : s.rows_q) - sequence.q.begin;
-  const int left_in_tensor = static_cast<int>(clamp_to(rows_end - lane_row, 0, 16));
-  const bool sees[2] = {!sequence.band.kv_range(lane_row, lane_row + 1).empty(),
-                        !sequence.band.kv_range(lane_row + 8, lane_row + 9).empty()};
-  const auto first_element = [&](const Tensor& t) {
-    return static_cast<const T*>(t.data) +
-           t.offset(sequence.batch_index, sequence.q.begin + lane_row, head);
-  };
-  const T* const out = first_element(p.inputs.out);
-  const T* const dout = first_element(p.inputs.dout);
-  RowPieces pieces;
-  load_pieces(pieces, p, out, dout, left, lane % 4 * 8);
-  // The lanes that get the diagonals of the products.
-  const bool speaks = lane % 4 == lane / 8;
-  float lse[2];
-  float dlse[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool exists = speaks && 8 * i < left;
-    const auto element = [&](const Tensor& t) {
-      return static_cast<const float*>(
-          t.data)[t.offset(sequence.batch_index, sequence.q.begin + lane_row + 8 * i, head)];
-    };
-    lse[i] = exists ? element(p.inputs.lse) : INFINITY;
-    dlse[i] = exists && p.inputs.dlse ? element(p.inputs.dlse) : 0.0F;
-  }
-
   if (p.order.ticket != nullptr && index == 0 && threadIdx.x == 0) {
     *p.order.ticket = 0;
   }
@@ -283,60 +187,23 @@ __global__ __launch_bounds__(kPrepareThreads,
       }
     }
   }
-  if (!prepares) {
+  if (p.pipeline.lead > 0 && unit >= p.pipeline.lead) {
     return;
   }
 
-  float products[2][4] = {};  // of dout and out's first 8 rows, and the last 8
-#pragma unroll 1
-  for (int column = 0;;) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint4 a = pieces.dout[0][k];
-      const uint4 b = pieces.dout[1][k];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 x = pieces.out[i][k];
-        ptx::multiply_16x8<T>(products[i], a.x, b.x, a.y, b.y, x.x, x.y);
-        ptx::multiply_16x8<T>(products[i], a.z, b.z, a.w, b.w, x.z, x.w);
-      }
-    }
-    column += 128;
-    if (column >= p.inputs.head_dim_v) {
-      break;
-    }
-    load_pieces(pieces, p, out, dout, left, column + lane % 4 * 8);
-  }
-  int marks = 0;
-  float dsink = 0;
-  if (speaks) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float delta = lane / 4 % 2 == 0 ? products[i][2 * i] : products[i][2 * i + 1];
-      const bool read = 8 * i < left && sees[i] && !isinf(lse[i]);
-      const float neg_delta = read ? dlse[i] - delta : 0.0F;
-      constexpr float kLog2E = 1.4426950408889634F;
-      const std::int64_t statistic = slot * kBlockM + 16 * warp + lane / 4 + 8 * i;
-      p.rows.neg_lse_log2[statistic] = read ? -lse[i] * kLog2E : -INFINITY;
-      p.rows.neg_delta[statistic] = neg_delta;
-      // Rows past the end of the tensor come as zeros from the copy engine.
-      marks |= !read && 8 * i < left_in_tensor     ? 1
-               : read && isnan(lse[i] + neg_delta) ? kHasNan
-                                                   : 0;
-      const float sink = p.inputs.sinks != nullptr ? p.inputs.sinks[head] : -INFINITY;
-      if (!isinf(lse[i]) && sink != -INFINITY) {
-        dsink += expf(sink - lse[i]) * (read ? neg_delta : dlse[i]);
-      }
-    }
-  }
-  const bool any_unreadable = __syncthreads_or(marks & 1) != 0;
-  const bool any_nan = __syncthreads_or(marks & kHasNan) != 0;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const PreparedRow row = prepare_rows<T, true, kMaxHeadDim>(
+      p.inputs, p.wide, p.rows, p.ragged ? sequence.q.end : s.rows_q, sequence,
+      row_begin + 16 * warp, head, slot * kBlockM + 16 * warp, lane);
+  const bool any_unreadable = __syncthreads_or(row.marks & 1) != 0;
+  const bool any_nan = __syncthreads_or(row.marks & kHasNan) != 0;
   if (threadIdx.x == 0) {
     p.rows.unreadable[slot] = (any_unreadable ? 1 : 0) + (any_nan ? kHasNan : 0);
   }
   if (p.rows.dsink_partial != nullptr) {
     __shared__ float partial[kPrepareThreads / 32];
-    float sum = dsink;
+    float sum = row.dsink;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       sum += __shfl_xor_sync(0xffffffffU, sum, step);

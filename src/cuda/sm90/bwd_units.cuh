@@ -107,10 +107,10 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     const int block = i / 4 - in_group * head_blocks;
     const int head = first_head + in_group;
     const std::int64_t slot = head * p.rows.num_blocks + std::int64_t{batch} * head_blocks + block;
-    const int in_block = i % 4 * 16 + lane / 16 * 8;
-    const PreparedRow row = prepare_rows<T, 8>(p.inputs, p.rows, p.sequences.rows_q, sequence,
-                                               std::int64_t{block} * kBlockM + in_block, head,
-                                               slot * kBlockM + in_block, lane % 16);
+    const int in_block = i % 4 * 16;
+    const PreparedRow row = prepare_rows<T, false, 128>(
+        p.inputs, true, p.rows, p.sequences.rows_q, sequence,
+        std::int64_t{block} * kBlockM + in_block, head, slot * kBlockM + in_block, lane);
     const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(row.marks));
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
