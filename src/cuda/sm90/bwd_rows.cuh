@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// (1) to (3) of bwd_prepare.cuh, by a warp: for the prepare kernel and for the clusters of the main
-// kernel that serve units (bwd_units.cuh).
+// What the prepare kernel and the clusters of the main kernel that serve units (bwd_units.cuh)
+// share: (2) and (3) of bwd_prepare.cuh. And (1) for the latter.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/ptx/matrix.cuh"
 #include "cuda/sm90/config.hpp"
 #include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/params.hpp"
@@ -36,6 +35,18 @@ __device__ __forceinline__ std::int64_t span_of_block_by_warp(const Sequences& s
   return low;
 }
 
+template <class T>
+__device__ __forceinline__ float dot_8(uint4 a, uint4 b) {
+  const T* x = reinterpret_cast<const T*>(&a);
+  const T* y = reinterpret_cast<const T*>(&b);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    sum = fmaf(static_cast<float>(x[i]), static_cast<float>(y[i]), sum);
+  }
+  return sum;
+}
+
 FG_HOST_DEVICE inline bool is_wide(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.dim_stride == 1 &&
          t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
@@ -46,147 +57,83 @@ FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
   return p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
 }
 
-// What a lane found in its own rows.
+// What a lane found in its own row.
 struct PreparedRow {
   int marks;    // of RowStatistics::unreadable
-  float dsink;  // what they add in (3)
+  float dsink;  // what it adds in (3)
 };
 
-// 128 columns of out and dout in 16 rows, a lane's part: rows lane / 4 and 8 more, in each four
-// times 8 columns, those of the four lanes of a row next to each other.
-struct RowPieces {
-  uint4 out[2][4];
-  uint4 dout[2][4];
-};
-
-// 8 elements, as many as `count`, the others 0.
-template <class T>
-__device__ __forceinline__ uint4 gather_8(const T* from, std::int64_t stride, int count) {
-  std::uint32_t pairs[4] = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i < count) {
-      pairs[i / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(from)[i * stride]}
-                      << (i % 2 * 16);
-    }
-  }
-  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
-// Loads columns from `column` on. `out` and `dout` are the lane's first row; rows from `left` on,
-// counted from there, are zeros.
-template <class T>
-__device__ __forceinline__ void load_pieces(RowPieces& pieces, const RowInputs& p, bool wide,
-                                            const T* out, const T* dout, int left, int column) {
-  const auto columns = static_cast<int>(p.head_dim_v);
-  const auto load = [&](auto&& load_8) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int c = column + 32 * k;
-        pieces.out[i][k] = pieces.dout[i][k] = make_uint4(0, 0, 0, 0);
-        if (8 * i < left && c < columns) {
-          load_8(pieces.out[i][k], pieces.dout[i][k], 8 * i, c);
-        }
-      }
-    }
-  };
-  if (wide) {
-    load([&](uint4& x, uint4& y, int row, int c) {
-      x = __ldcs(reinterpret_cast<const uint4*>(out + row * p.out.row_stride + c));
-      y = *reinterpret_cast<const uint4*>(dout + row * p.dout.row_stride + c);
-    });
-  } else {
-    load([&](uint4& x, uint4& y, int row, int c) {
-      if (p.dout) {
-        x = gather_8(out + row * p.out.row_stride + c, 1, columns - c);
-        y = gather_8(dout + row * p.dout.row_stride + c * p.dout.dim_stride, p.dout.dim_stride,
-                     columns - c);
-      }
-    });
-  }
-}
-
-// (1) to (3) for 16 rows of a sequence from row `row_begin` on, whose first is number `statistic`
-// of the row statistics, by a warp; (3) with kSinks. head_dim_v is at most kMaxColumns. Rows from
-// `rows_end` on the copy engine fills with zeros. `wide`: the inputs are all_wide().
+// (1) and (2) for kRows rows of a sequence from row `row_begin` on, whose first is number
+// `statistic` of the row statistics. 16 lanes, `lane` of them; both halves of a warp together. The
+// lane's own row is lane * kRows / 16, so 16 / kRows lanes share one, and the first of them speaks
+// for it. The inputs are all_wide() and head_dim_v is at most 128.
 //
-// (1) is the diagonal of a product of 8 rows of dout and 8 of out on the tensor cores: with scalar
-// products the instructions take longer than the memory, and the lanes' sums must be added up. All
-// loads are issued together, also of rows that turn out not to count: waiting for lse first would
-// double the latency.
-template <class T, bool kSinks, int kMaxColumns>
-__device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, bool wide,
-                                                    const RowStatistics& rows,
-                                                    std::int64_t rows_end,
+// The loads of all rows are issued together, also of rows that turn out not to count: waiting for
+// lse first would double the latency.
+template <class T, int kRows>
+__device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const RowStatistics& rows,
+                                                    std::int64_t rows_q,
                                                     const SequenceSpan& sequence,
                                                     std::int64_t row_begin, std::int64_t head,
                                                     std::int64_t statistic, int lane) {
-  const std::int64_t row = row_begin + lane / 4;
-  const int left = static_cast<int>(clamp_to(sequence.band.seqlen_q - row, 0, 16));
-  const auto offset = [&](const Tensor& t) {
-    return t.offset(sequence.batch_index, sequence.q.begin + row, head);
-  };
-  const T* const out = static_cast<const T*>(p.out.data) + offset(p.out);
-  const T* const dout = static_cast<const T*>(p.dout.data) + offset(p.dout);
-  RowPieces pieces;
-  load_pieces(pieces, p, wide, out, dout, left, lane % 4 * 8);
-  // The lanes that get the diagonals.
-  const bool speaks = lane % 4 == lane / 8;
-  float lse[2] = {INFINITY, INFINITY};
-  float dlse[2] = {0, 0};
+  constexpr int kSharing = 16 / kRows;
+  const std::int64_t b = sequence.batch_index;
+  const std::int64_t first_row = sequence.q.begin + row_begin;
+  const int left = static_cast<int>(clamp_to(sequence.band.seqlen_q - row_begin, 0, kRows));
+  const int own = lane / kSharing;
+  const std::int64_t row = row_begin + own;
+  const bool exists = own < left;
+  const float lse =
+      exists ? static_cast<const float*>(p.lse.data)[p.lse.offset(b, first_row + own, head)]
+             : INFINITY;
+  const float dlse =
+      exists && p.dlse
+          ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, first_row + own, head)]
+          : 0.0F;
+  float delta[kRows];
+  const int columns_left = 8 * lane < p.head_dim_v ? left : 0;
+  const T* const out =
+      static_cast<const T*>(p.out.data) + p.out.offset(b, first_row, head) + 8 * lane;
+  const T* const dout =
+      static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row, head) + 8 * lane;
+  uint4 x[kRows];
+  uint4 y[kRows];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (speaks && 8 * i < left) {
-      lse[i] = static_cast<const float*>(p.lse.data)[offset(p.lse) + 8 * i * p.lse.row_stride];
-      if (p.dlse) {
-        dlse[i] =
-            static_cast<const float*>(p.dlse.data)[offset(p.dlse) + 8 * i * p.dlse.row_stride];
-      }
+  for (int i = 0; i < kRows; ++i) {
+    x[i] = y[i] = make_uint4(0, 0, 0, 0);
+    if (i < columns_left) {
+      x[i] = __ldcs(reinterpret_cast<const uint4*>(out + i * p.out.row_stride));
+      y[i] = *reinterpret_cast<const uint4*>(dout + i * p.dout.row_stride);
     }
   }
-  float products[2][4] = {};  // of dout and out's first 8 rows, and the last 8
-#pragma unroll 1
-  for (int column = 0;;) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint4 a = pieces.dout[0][k];
-      const uint4 b = pieces.dout[1][k];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 x = pieces.out[i][k];
-        ptx::multiply_16x8<T>(products[i], a.x, b.x, a.y, b.y, x.x, x.y);
-        ptx::multiply_16x8<T>(products[i], a.z, b.z, a.w, b.w, x.z, x.w);
-      }
-    }
-    column += 128;
-    if (kMaxColumns <= 128 || column >= p.head_dim_v) {
-      break;
-    }
-    load_pieces(pieces, p, wide, out, dout, left, column + lane % 4 * 8);
+  for (int i = 0; i < kRows; ++i) {
+    delta[i] = dot_8<T>(x[i], y[i]);
   }
+  // Sums over the lanes; while a lane has several rows it gives half of them away.
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) {
+    const int half = kRows * step / 16;
+    const bool upper = (lane & step) != 0;
+    if (half == 0) {
+      delta[0] += __shfl_xor_sync(0xffffffffU, delta[0], step);
+    }
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = upper ? delta[i] : delta[i + half];
+      delta[i] = (upper ? delta[i + half] : delta[i]) + __shfl_xor_sync(0xffffffffU, given, step);
+    }
+  }
+  const bool read = exists && !sequence.band.kv_range(row, row + 1).empty() && !isinf(lse);
+  const float neg_delta = read ? dlse - delta[0] : 0.0F;
   PreparedRow result{0, 0};
-  if (speaks) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float delta = lane / 4 % 2 == 0 ? products[i][2 * i] : products[i][2 * i + 1];
-      const std::int64_t at = row + 8 * i;
-      const bool read =
-          8 * i < left && !sequence.band.kv_range(at, at + 1).empty() && !isinf(lse[i]);
-      const float neg_delta = read ? dlse[i] - delta : 0.0F;
-      constexpr float kLog2E = 1.4426950408889634F;
-      rows.neg_lse_log2[statistic + lane / 4 + 8 * i] = read ? -lse[i] * kLog2E : -INFINITY;
-      rows.neg_delta[statistic + lane / 4 + 8 * i] = neg_delta;
-      const bool unreadable = !read && sequence.q.begin + at < rows_end;
-      result.marks |= unreadable ? 1 : read && isnan(lse[i] + neg_delta) ? kHasNan : 0;
-      if constexpr (kSinks) {
-        const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
-        if (!isinf(lse[i]) && sink != -INFINITY) {
-          result.dsink += expf(sink - lse[i]) * (read ? neg_delta : dlse[i]);
-        }
-      }
-    }
+  if (lane % kSharing == 0) {
+    constexpr float kLog2E = 1.4426950408889634F;
+    rows.neg_lse_log2[statistic + own] = read ? -lse * kLog2E : -INFINITY;
+    rows.neg_delta[statistic + own] = neg_delta;
+    // Rows past the end of the tensor come as zeros from the copy engine.
+    const bool unreadable = !read && first_row + own < rows_q;
+    result.marks = unreadable ? 1 : read && isnan(lse + neg_delta) ? kHasNan : 0;
   }
   return result;
 }
