@@ -184,15 +184,6 @@ std::vector<Case> cases() {
           }
         });
   }
-  // Enough units for the main kernel to clear sums of dq.
-  for (const int d : {128, 96, 64}) {
-    add("clearing packed gqa", problem(kB, 0, 0, 0, 96, 48, d, d), kCausal, [](Case& c) {
-      c.lens_q = {100, 0, 513, 1, 300};
-      c.lens_kv = {100, 3, 600, 77, 200};
-    });
-    add("clearing window", problem(kH, 10, 300, 400, 10, 10, d, d),
-        BandMask{60, 20, Alignment::kBottomRight});
-  }
   add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
   // The narrowest and the widest of the kernel for 96, and v alone wider than 64.
   add("d65", problem(kH, 2, 200, 300, 4, 2, 65, 65), kCausal);

@@ -206,24 +206,5 @@ TEST(Sm90Units, FewUnitsHaveASlotEach) {
   EXPECT_EQ(pipeline.lead, 0);
 }
 
-// Who clears sums of dq has the time of two rounds of tiles before one waits for it.
-TEST(Sm90Units, ClearingBeginsBehindTheFirstTiles) {
-  for (const int tiles : {1, 8, 128, 155}) {
-    for (const int units : {1, 4, 16, 64, 1000}) {
-      for (const int cluster : {1, 2}) {
-        const UnitPipeline pipeline = plan_clearing(units, tiles, 132, cluster);
-        EXPECT_EQ(pipeline.slots, units);
-        EXPECT_FALSE(pipeline.serves());
-        EXPECT_EQ(pipeline.clear_parts() > 0, pipeline.zeroed < units);
-        if (pipeline.clear_parts() > 0) {
-          EXPECT_GE(pipeline.zeroed * tiles, 2 * 132);
-          EXPECT_LE(pipeline.clear_parts() * cluster, 132 / 6);
-        }
-      }
-    }
-  }
-  EXPECT_EQ(plan_clearing(16, 155, 132, 1).zeroed, 4);
-}
-
 }  // namespace
 }  // namespace flashgrad::sm90

@@ -76,7 +76,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
                       (static_cast<int>(p.group) * p.pipeline.head_blocks) +
                   (p.sequences.packed() ? tile.q_block : 0);
     if constexpr (C.serves_units()) {
-      wait_for_slot<C>(p, unit);
+      if (p.pipeline.lag > 0) {
+        wait_for_slot<C>(p, unit);
+      }
     }
   }
   ptx::mbarrier_wait(shared.k_full(), 0);

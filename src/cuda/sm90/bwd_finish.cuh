@@ -7,10 +7,10 @@
 
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/sync.cuh"
-#include "cuda/sm90/bwd_rows.cuh"
 #include "cuda/sm90/bwd_store.cuh"
 #include "cuda/sm90/config.hpp"
 #include "cuda/sm90/params.hpp"
+#include "cuda/sm90/query_block.cuh"
 #include "cuda/tile/fragment.hpp"
 
 namespace flashgrad::sm90 {
@@ -19,11 +19,12 @@ inline constexpr int kFinishThreads = 128;
 
 // One CTA per query block and query head of a unit (unit_pipeline.hpp). Where a block lies among
 // the sequences is looked up while its sums are on their way.
-template <class T, int kHeadDim>
+template <int kWay, class T, int kHeadDim>
 __global__ __launch_bounds__(kFinishThreads,
                              4) void bwd_finish(const __grid_constant__ BwdFinishParams p) {
   const auto thread = static_cast<int>(threadIdx.x);
-  const float* const sums = p.dq_accumulator + std::int64_t{blockIdx.x} * (kBlockM * kHeadDim) +
+  const unsigned index = (kWay & 1) != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const float* const sums = p.dq_accumulator + std::int64_t{index} * (kBlockM * kHeadDim) +
                             tile::fragment_order<kHeadDim>(thread, 0);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -40,19 +41,25 @@ __global__ __launch_bounds__(kFinishThreads,
   const auto group = static_cast<unsigned>(p.group);
   const auto heads_kv = static_cast<unsigned>(p.heads_kv);
   const Sequences& s = p.sequences;
-  const unsigned in_head = blockIdx.x % head_blocks;
-  const unsigned in_group = blockIdx.x / head_blocks % group;
-  const unsigned unit = blockIdx.x / head_blocks / group;
+  const unsigned in_head = index % head_blocks;
+  const unsigned in_group = index / head_blocks % group;
+  const unsigned unit = index / head_blocks / group;
   const std::int64_t block = s.packed() ? in_head : unit / heads_kv * head_blocks + in_head;
-  const std::int64_t span = span_of_block_by_warp(s, block);
-  const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
-  const SequenceSpan sequence = sequence_span(s, span);
-  const std::int64_t row = sequence.q.begin + (block - first) * kBlockM;
+  const QueryBlock of = find_query_block(s, block);
+  const std::int64_t row = of.sequence.q.begin + of.row_begin();
+  if ((kWay & 2) != 0) {
+    __syncwarp();
+    const float* const lines =
+        p.dq_accumulator + std::int64_t{index} * (kBlockM * kHeadDim) + thread / 32 * 16 * kHeadDim;
+    for (int i = thread % 32; i < kHeadDim / 2; i += 32) {
+      asm volatile("discard.global.L2 [%0], 128;" ::"l"(lines + i * 32) : "memory");
+    }
+  }
   const OutputRows rows{p.dq,
-                        static_cast<int>(sequence.batch_index),
+                        static_cast<int>(of.sequence.batch_index),
                         row,
                         static_cast<int>(unit % heads_kv * group + in_group),
-                        static_cast<int>(clamp_to(sequence.q.end - row, 0, kBlockM)),
+                        static_cast<int>(clamp_to(of.sequence.q.end - row, 0, kBlockM)),
                         static_cast<int>(p.head_dim)};
   store_registers<kHeadDim, T>(dq, p.scale, rows, thread);
 }

@@ -39,13 +39,6 @@ struct Layout {
 
 constexpr std::size_t kAlignment = 256;
 
-// Of UnitPipeline::counters.
-std::int64_t num_counters(const Problem& p, const UnitPipeline& pipeline) {
-  return pipeline.lag > 0             ? num_units(p) * UnitPipeline::kNumCounts
-         : pipeline.clear_parts() > 0 ? 1
-                                      : 0;
-}
-
 Layout make_layout(const Problem& p, const BwdPlan& plan) {
   Layout layout;
   layout.num_q_blocks = num_blocks(p.packed, p.batch, p.seqlen_q, kBlockM);
@@ -64,7 +57,7 @@ Layout make_layout(const Problem& p, const BwdPlan& plan) {
       plan.ordered() ? blocks : plan.units.slots * p.group() * head_blocks(p);
   layout.dq_accumulator =
       plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
-  layout.unit_counters = take(num_counters(p, plan.units) * 4);
+  layout.unit_counters = plan.units.lag > 0 ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() || plan.variant < 0 ? take(4) : 0;
   if (plan.has_main(p)) {
@@ -88,19 +81,6 @@ std::int64_t bytes_per_query(const Problem& p) {
   return p.group() * (6 * p.head_dim + 2 * p.head_dim_v);
 }
 
-// Query heads of a CTA of prepare: what it looks up serves several, as long as there are some ten
-// CTAs for each multiprocessor.
-int prepared_heads_together(std::int64_t blocks, std::int64_t heads, int num_multiprocessors) {
-  if (const char* x = std::getenv("FG_X")) return std::atoi(x);
-  int together = kMaxHeadsTogether;
-  while (heads % together != 0 ||
-         blocks * heads < std::int64_t{10} * num_multiprocessors * together) {
-    together /= 2;
-    if (together <= 1) return 1;
-  }
-  return together;
-}
-
 PackedPass make_packed_pass(const Problem& p, const BwdPlan& plan,
                             const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
@@ -115,16 +95,16 @@ PackedPass make_packed_pass(const Problem& p, const BwdPlan& plan,
           .max_round = plan.ordered() ? max_round(p, cluster, device) : 0};
 }
 
-template <class T>
+template <class T, int kWay>
 Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
                      const BwdFinishParams& params) {
   switch (head_dim) {
     case 64:
-      return cuda::launch("sm90 backward finish", bwd_finish<T, 64>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<kWay, T, 64>, shape, stream, params);
     case 96:
-      return cuda::launch("sm90 backward finish", bwd_finish<T, 96>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<kWay, T, 96>, shape, stream, params);
     case 128:
-      return cuda::launch("sm90 backward finish", bwd_finish<T, 128>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<kWay, T, 128>, shape, stream, params);
     default:
       return {FG_INTERNAL_ERROR, "sm90 backward: no finish for this head_dim"};
   }
@@ -334,20 +314,16 @@ Status run(const Problem& p, const Args& args) {
   }
   UnitPipeline pipeline = plan.units;
   pipeline.head_blocks = static_cast<std::int32_t>(head_blocks(p));
-  pipeline.counters = num_counters(p, pipeline) > 0 ? word(layout.unit_counters) : nullptr;
-  if (dq_accumulator == nullptr) {
-    pipeline.lag = pipeline.last_parts = 0;
-    pipeline.slots = pipeline.zeroed = static_cast<std::int32_t>(num_units(p));
-  }
+  pipeline.counters = pipeline.lag > 0 ? word(layout.unit_counters) : nullptr;
+  pipeline.lag = dq_accumulator != nullptr ? pipeline.lag : 0;
   pipeline.lead = all_wide(row_inputs(p, args)) ? pipeline.lead : 0;
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
-  // Query blocks of the batch entries that hold the units which are not prepared later.
-  const std::int64_t prepared_blocks =
-      pipeline.lead == 0 ? layout.num_q_blocks
-                         : std::min(layout.num_q_blocks, (pipeline.lead + p.heads_kv - 1) /
-                                                             p.heads_kv * pipeline.head_blocks);
-  const int heads_together =
-      prepared_heads_together(prepared_blocks, p.heads_q, device.num_multiprocessors);
+
+  // Of whole batch entries, which hold the units that are not prepared later.
+  const std::int64_t prepare_ctas =
+      pipeline.lead == 0 ? q_tiles
+                         : std::min(q_tiles, (pipeline.lead + p.heads_kv - 1) / p.heads_kv *
+                                                 pipeline.head_blocks * p.heads_q);
   BwdParams main{};
   KeyTileParams tiles{};
   if (plan.has_main(p)) {
@@ -363,35 +339,38 @@ Status run(const Problem& p, const Args& args) {
     main =
         make_main_params(p, args, plan, rows, dq_accumulator, pipeline, order, tiles.tiles, device);
   }
-  const BwdPrepareParams prepare{
-      .sequences = make_sequences(p, args),
-      .heads_q = p.heads_q,
-      .inputs = row_inputs(p, args),
-      .wide = all_wide(row_inputs(p, args)),
-      .rows = rows,
-      .heads_together = heads_together,
-      .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
-      .num_zeros = pipeline.zeroed * p.group() * head_blocks(p) * kBlockM * plan.padded_head_dim,
-      .pipeline = pipeline,
-      .num_counters = num_counters(p, plan.units),
-      .group = p.group(),
-      .order = order,
-      .keys_per_turn = keys_per_turn,
-      .dq = p.wants_dq ? args.dq : Tensor{},
-      .ragged = main.ragged_rows != 0,
-      .head_dim = p.head_dim};
+  const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
+                                 .heads_q = p.heads_q,
+                                 .inputs = row_inputs(p, args),
+                                 .rows = rows,
+                                 .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
+                                 .block_floats = kBlockM * plan.padded_head_dim,
+                                 .pipeline = pipeline,
+                                 .num_units = num_units(p),
+                                 .group = p.group(),
+                                 .order = order,
+                                 .keys_per_turn = keys_per_turn,
+                                 .dq = p.wants_dq ? args.dq : Tensor{},
+                                 .ragged = main.ragged_rows != 0,
+                                 .head_dim = p.head_dim};
   if (tiles.packed_tiles != nullptr) {
     FG_RETURN_IF_ERROR(cuda::launch("sm90 backward order", bwd_packed_order,
                                     {.num_ctas = 1, .num_threads = kPackedOrderThreads},
                                     args.stream, main.sequences, tiles));
   }
-  FG_RETURN_IF_ERROR(cuda::launch(
-      "sm90 backward prepare", bwd_prepare<T>,
-      {.num_ctas =
-           key_tile_ctas(tiles) + prepared_blocks * p.heads_q / heads_together + zero_ctas(prepare),
-       .num_threads = kPrepareThreads,
-       .overlaps_predecessor = tiles.packed_tiles != nullptr},
-      args.stream, prepare, main, tiles));
+  const char* x = std::getenv("FG_X");
+  const char way = x ? x[0] : 'a';
+  const unsigned lanes = way == 'b' ? 2 : way == 'c' ? 32 : 8;
+  auto* kernel = way == 'b'   ? bwd_prepare<T, 2, 4>
+                 : way == 'c' ? bwd_prepare<T, 32, 4>
+                 : way == 'd' ? bwd_prepare<T, 8, 3>
+                              : bwd_prepare<T, 8, 4>;
+  FG_RETURN_IF_ERROR(
+      cuda::launch("sm90 backward prepare", kernel,
+                   {.num_ctas = key_tile_ctas(tiles, lanes) + prepare_ctas + zero_ctas(prepare),
+                    .num_threads = kPrepareThreads,
+                    .overlaps_predecessor = tiles.packed_tiles != nullptr},
+                   args.stream, prepare, main, tiles));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -418,7 +397,13 @@ Status run(const Problem& p, const Args& args) {
                                  .scale = static_cast<float>(p.scale)};
     const cuda::LaunchShape shape{
         .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
-    FG_RETURN_IF_ERROR(launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
+    const char* y = std::getenv("FG_F");
+    const int w = y ? std::atoi(y) : 0;
+    FG_RETURN_IF_ERROR(
+        (w == 0   ? launch_finish<T, 0>
+         : w == 1 ? launch_finish<T, 1>
+         : w == 2 ? launch_finish<T, 2>
+                  : launch_finish<T, 3>)(plan.padded_head_dim, shape, args.stream, finish));
   }
   if (p.wants_dsinks) {
     const BwdSinksParams sinks{.num_blocks = layout.num_q_blocks,

@@ -99,9 +99,8 @@ inline std::int64_t key_tiles_per_unit(const Problem& p, const BwdPlan& plan) {
 // Its CTAs, or clusters of them: for each tile, and those that serve units.
 inline std::int64_t num_clusters(const Problem& p, const BwdPlan& plan,
                                  const UnitPipeline& pipeline) {
-  const std::int64_t served = pipeline.serves()
-                                  ? num_units(p) + std::int64_t{pipeline.lag} * pipeline.last_parts
-                                  : pipeline.clear_parts();
+  const std::int64_t served =
+      pipeline.serves() ? num_units(p) + std::int64_t{pipeline.lag} * pipeline.last_parts : 0;
   return num_units(p) * key_tiles_per_unit(p, plan) + served;
 }
 
@@ -119,23 +118,18 @@ inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
     return plan;
   }
   const BwdConfig& config = kBwdConfigs[plan.variant];
-  plan.units.slots = plan.units.zeroed = static_cast<std::int32_t>(num_units(p));
-  const std::int64_t tiles = key_tiles_per_unit(p, plan) * config.cluster;
-  if (!config.serves_units() || p.seqlen_q == 0 || tiles == 0) {
+  plan.units.slots = static_cast<std::int32_t>(num_units(p));
+  if (p.packed || !config.serves_units() || p.seqlen_q == 0 || !has_long_tiles(p)) {
     return plan;
   }
-  if (!p.packed && has_long_tiles(p)) {
-    const bool equal_tiles = hides_nothing(p.mask);
-    const std::int64_t section = unit_section(tiles, equal_tiles, num_multiprocessors);
-    plan.units =
-        plan_units(num_units(p), tiles, section, equal_tiles, num_multiprocessors, config.cluster);
-    plan.section = plan.units.lag > 0 ? section : 0;
-    if (p.wants_dsinks) {
-      plan.units.lead = 0;  // the prepare kernel sums them
-    }
-  }
-  if (plan.units.lag == 0 && plan.accumulates_dq(p)) {
-    plan.units = plan_clearing(num_units(p), tiles, num_multiprocessors, config.cluster);
+  const std::int64_t tiles = key_tiles_per_unit(p, plan) * config.cluster;
+  const bool equal_tiles = hides_nothing(p.mask);
+  const std::int64_t section = unit_section(tiles, equal_tiles, num_multiprocessors);
+  plan.units =
+      plan_units(num_units(p), tiles, section, equal_tiles, num_multiprocessors, config.cluster);
+  plan.section = plan.units.lag > 0 ? section : 0;
+  if (p.wants_dsinks) {
+    plan.units.lead = 0;  // the prepare kernel sums them
   }
   return plan;
 }

@@ -1,39 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the prepare kernel and the clusters of the main kernel that serve units (bwd_units.cuh)
-// share: (2) and (3) of bwd_prepare.cuh. And (1) for the latter.
+// (1) to (3) of bwd_prepare.cuh, by the lanes of a warp: for the prepare kernel and for the
+// clusters of the main kernel that serve units (bwd_units.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/sm90/config.hpp"
 #include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
-
-// span_of_block of sequences.cuh by a converged warp: 32 offsets at a time, since each load that
-// depends on the one before costs a trip to the L2.
-__device__ __forceinline__ std::int64_t span_of_block_by_warp(const Sequences& s,
-                                                              std::int64_t index) {
-  if (!s.packed()) {
-    return span_of_block(nullptr, s.batch, s.rows_q, index, kBlockM);
-  }
-  // The span is one of `count` from `low` on, and `low` begins at or before the block.
-  std::int64_t low = 0;
-  std::int64_t count = s.batch + 2;
-  while (count > 1) {
-    const std::int64_t step = (count + 31) / 32;
-    const std::int64_t offset = step * (threadIdx.x % 32);
-    const unsigned before =
-        __ballot_sync(0xffffffffU, offset < count && first_block(s.cu_seqlens_q, s.batch, s.rows_q,
-                                                                 low + offset, kBlockM) <= index);
-    const std::int64_t last = step * (31 - __clz(static_cast<int>(before)));
-    low += last;
-    count = count - last < step ? count - last : step;
-  }
-  return low;
-}
 
 template <class T>
 __device__ __forceinline__ float dot_8(uint4 a, uint4 b) {
@@ -43,6 +19,29 @@ __device__ __forceinline__ float dot_8(uint4 a, uint4 b) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     sum = fmaf(static_cast<float>(x[i]), static_cast<float>(y[i]), sum);
+  }
+  return sum;
+}
+
+// <out, dout> of one row, the part of lane `lane` of 16. `wide`: 16-byte loads are legal.
+template <class T>
+__device__ __forceinline__ float partial_dot(const T* out, const T* dout, std::int64_t dout_stride,
+                                             std::int64_t columns, int lane, bool wide) {
+  float sum = 0;
+  if (wide) {
+    for (std::int64_t c = 8 * lane; c < columns; c += 8 * 16) {
+      sum += dot_8<T>(*reinterpret_cast<const uint4*>(out + c),
+                      *reinterpret_cast<const uint4*>(dout + c));
+    }
+  } else {
+    // In the same order, so that delta's bits do not depend on strides.
+    for (std::int64_t first = 8 * lane; first < columns; first += 8 * 16) {
+      float part = 0;
+      for (std::int64_t c = first; c < first + 8 && c < columns; ++c) {
+        part = fmaf(static_cast<float>(out[c]), static_cast<float>(dout[c * dout_stride]), part);
+      }
+      sum += part;
+    }
   }
   return sum;
 }
@@ -57,7 +56,7 @@ FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
   return p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
 }
 
-// What a lane found in its own row.
+// What prepare_rows found for the lane's own row.
 struct PreparedRow {
   int marks;    // of RowStatistics::unreadable
   float dsink;  // what it adds in (3)
@@ -66,11 +65,11 @@ struct PreparedRow {
 // (1) and (2) for kRows rows of a sequence from row `row_begin` on, whose first is number
 // `statistic` of the row statistics. 16 lanes, `lane` of them; both halves of a warp together. The
 // lane's own row is lane * kRows / 16, so 16 / kRows lanes share one, and the first of them speaks
-// for it. The inputs are all_wide() and head_dim_v is at most 128.
+// for it. kWide: the inputs are all_wide() and head_dim_v is at most 128.
 //
 // The loads of all rows are issued together, also of rows that turn out not to count: waiting for
 // lse first would double the latency.
-template <class T, int kRows>
+template <class T, int kRows, bool kWide>
 __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const RowStatistics& rows,
                                                     std::int64_t rows_q,
                                                     const SequenceSpan& sequence,
@@ -91,24 +90,38 @@ __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const Ro
           ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, first_row + own, head)]
           : 0.0F;
   float delta[kRows];
-  const int columns_left = 8 * lane < p.head_dim_v ? left : 0;
-  const T* const out =
-      static_cast<const T*>(p.out.data) + p.out.offset(b, first_row, head) + 8 * lane;
-  const T* const dout =
-      static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row, head) + 8 * lane;
-  uint4 x[kRows];
-  uint4 y[kRows];
+  if (kWide || (all_wide(p) && p.head_dim_v <= 8 * 16)) {
+    const int columns_left = 8 * lane < p.head_dim_v ? left : 0;
+    const T* const out =
+        static_cast<const T*>(p.out.data) + p.out.offset(b, first_row, head) + 8 * lane;
+    const T* const dout =
+        static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row, head) + 8 * lane;
+    uint4 x[kRows];
+    uint4 y[kRows];
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    x[i] = y[i] = make_uint4(0, 0, 0, 0);
-    if (i < columns_left) {
-      x[i] = __ldcs(reinterpret_cast<const uint4*>(out + i * p.out.row_stride));
-      y[i] = *reinterpret_cast<const uint4*>(dout + i * p.dout.row_stride);
+    for (int i = 0; i < kRows; ++i) {
+      x[i] = y[i] = make_uint4(0, 0, 0, 0);
+      if (i < columns_left) {
+        x[i] = __ldcs(reinterpret_cast<const uint4*>(out + i * p.out.row_stride));
+        y[i] = *reinterpret_cast<const uint4*>(dout + i * p.dout.row_stride);
+      }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    delta[i] = dot_8<T>(x[i], y[i]);
+    for (int i = 0; i < kRows; ++i) {
+      delta[i] = dot_8<T>(x[i], y[i]);
+    }
+  } else {
+    const bool wide = all_wide(p);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      delta[i] = 0;
+      if (p.dout && i < left) {
+        delta[i] = partial_dot<T>(
+            static_cast<const T*>(p.out.data) + p.out.offset(b, first_row + i, head),
+            static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row + i, head),
+            p.dout.dim_stride, p.head_dim_v, lane, wide);
+      }
+    }
   }
   // Sums over the lanes; while a lane has several rows it gives half of them away.
 #pragma unroll
@@ -131,6 +144,10 @@ __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const Ro
     constexpr float kLog2E = 1.4426950408889634F;
     rows.neg_lse_log2[statistic + own] = read ? -lse * kLog2E : -INFINITY;
     rows.neg_delta[statistic + own] = neg_delta;
+    const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
+    if (!kWide && !isinf(lse) && sink != -INFINITY) {
+      result.dsink = expf(sink - lse) * (read ? neg_delta : dlse);
+    }
     // Rows past the end of the tensor come as zeros from the copy engine.
     const bool unreadable = !read && first_row + own < rows_q;
     result.marks = unreadable ? 1 : read && isnan(lse + neg_delta) ? kHasNan : 0;

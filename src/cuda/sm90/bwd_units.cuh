@@ -61,9 +61,6 @@ __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
   const int before = unit - p.pipeline.slots;
   if (before >= 0) {
     wait_for_all(unit_counter(p, before, UnitPipeline::kFinished), kServingWarps<C>);
-  } else if (unit >= p.pipeline.zeroed) {
-    wait_for_all(p.pipeline.counters,
-                 kServingWarps<C> * static_cast<std::uint32_t>(p.pipeline.last_parts));
   }
 }
 
@@ -111,9 +108,9 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     const int head = first_head + in_group;
     const std::int64_t slot = head * p.rows.num_blocks + std::int64_t{batch} * head_blocks + block;
     const int in_block = i % 4 * 16 + lane / 16 * 8;
-    const PreparedRow row = prepare_rows<T, 8>(p.inputs, p.rows, p.sequences.rows_q, sequence,
-                                               std::int64_t{block} * kBlockM + in_block, head,
-                                               slot * kBlockM + in_block, lane % 16);
+    const PreparedRow row = prepare_rows<T, 8, true>(p.inputs, p.rows, p.sequences.rows_q, sequence,
+                                                     std::int64_t{block} * kBlockM + in_block, head,
+                                                     slot * kBlockM + in_block, lane % 16);
     const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(row.marks));
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
@@ -199,31 +196,11 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   }
 }
 
-// Sets to 0 what prepare leaves of the sums: part `part`, in its cluster CTA `rank`.
-template <BwdConfig C>
-__device__ __forceinline__ void clear_sums(const BwdParams& p, int part, int rank) {
-  const std::int64_t unit_floats =
-      p.group * p.pipeline.head_blocks * std::int64_t{kBlockM * C.head_dim};
-  float* const end = p.dq_accumulator + p.num_units * unit_floats;
-  constexpr int kStep = 4 * BwdConfig::kThreads;
-  const int cta = part * C.cluster + rank;
-  for (float* at =
-           p.dq_accumulator + p.pipeline.zeroed * unit_floats + cta * kStep + 4 * threadIdx.x;
-       at < end; at += p.pipeline.last_parts * C.cluster * kStep) {
-    *reinterpret_cast<float4*>(at) = make_float4(0, 0, 0, 0);
-  }
-  count_warp(p.pipeline.counters, static_cast<int>(threadIdx.x) % 32);
-}
-
 // What a CTA does that serves units instead of computing a tile: part `part` of what is to be done,
 // in its cluster CTA `rank`. One half of its warps begins with reading rows from memory, the other
 // with sums, which are in the L2.
 template <BwdConfig C, class T>
 __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int part, int rank) {
-  if (!p.pipeline.serves()) {
-    clear_sums<C>(p, part, rank);
-    return;
-  }
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = part * kServingWarps<C> + rank * (BwdConfig::kThreads / 32) +
                    static_cast<int>(threadIdx.x) / 32;

@@ -48,13 +48,11 @@ struct BwdPrepareParams {
   Sequences sequences;
   std::int64_t heads_q;
   RowInputs inputs;
-  bool wide;  // out and dout can be read 16 bytes at a time
   RowStatistics rows;
-  std::int32_t heads_together;  // query heads of a CTA, which divide heads_q
-  float* dq_accumulator;        // of BwdParams; null: not wanted
-  std::int64_t num_zeros;       // of its floats that become 0, a multiple of 64 * 64
-  UnitPipeline pipeline;        // its counters are zeroed
-  std::int64_t num_counters;
+  float* dq_accumulator;      // of BwdParams, zeroed; null: not wanted
+  std::int64_t block_floats;  // 64 * padded head_dim
+  UnitPipeline pipeline;      // its counters are zeroed
+  std::int64_t num_units;
   std::int64_t group;
   DqOrder order;  // set where not null
   std::int64_t keys_per_turn;

@@ -12,10 +12,6 @@
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
-// Where units can't be served (packed batches, narrow windows), prepare sets the sums of the first
-// `zeroed` units to 0, and the first clear_parts() clusters of the main kernel those of all others,
-// while the tiles of the first ones run: the memory has little else to do then.
-//
 // Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag, and a tile of unit
 // u for those who serve units u - lead and u - slots + lag. All of these have smaller numbers, and
 // CTAs start in the order of their numbers. Mostly nobody waits at all, since that many other tiles
@@ -44,15 +40,12 @@ struct UnitPipeline {
   std::int32_t lag = 0;    // 0: the finish kernel finishes all, and there is a slot for each unit
   std::int32_t last_parts = 0;
   std::int32_t head_blocks = 0;  // query blocks per query head of a unit
-  std::int32_t zeroed = 0;       // units whose sums the prepare kernel sets to 0
-  // (num_units, kNumCounts), zeroed: warps that have done with the unit what Count says. With
-  // clear_parts() one alone: warps that have cleared their part. Null if nobody counts.
+  // (num_units, kNumCounts), zeroed: warps that have done with the unit what Count says. Null if
+  // nobody counts.
   std::uint32_t* counters = nullptr;
 
   // Whether some clusters serve units.
   FG_HOST_DEVICE constexpr bool serves() const { return lead > 0 || lag > 0; }
-  // Clusters that set sums to 0; 0: prepare does. last_parts serves both.
-  FG_HOST_DEVICE constexpr std::int32_t clear_parts() const { return serves() ? 0 : last_parts; }
   // Whether unit `unit`, once finished, leaves its slot to another one.
   FG_HOST_DEVICE constexpr bool reused(std::int64_t unit, std::int64_t num_units) const {
     return unit + slots < num_units;
@@ -99,28 +92,12 @@ inline std::int64_t unit_section(std::int64_t tiles, bool equal_tiles,
   return std::max<std::int64_t>(1, (4 * num_multiprocessors + tiles) / (4 * tiles));
 }
 
-// Of units that are not served, in the order of whose tiles `tiles` a unit are launched: the first
-// quarter, or what runs at first if that is more, is left to the prepare kernel, and a sixth of the
-// device clears the others.
-inline UnitPipeline plan_clearing(std::int64_t num_units, std::int64_t tiles,
-                                  std::int64_t num_multiprocessors, int cluster) {
-  UnitPipeline pipeline;
-  pipeline.slots = pipeline.zeroed = static_cast<std::int32_t>(num_units);
-  const std::int64_t at_first = (2 * num_multiprocessors + tiles - 1) / tiles;
-  const std::int64_t zeroed = std::max(at_first, (num_units + 3) / 4);
-  if (zeroed < num_units) {
-    pipeline.zeroed = static_cast<std::int32_t>(zeroed);
-    pipeline.last_parts = static_cast<std::int32_t>(num_multiprocessors / (6 * cluster));
-  }
-  return pipeline;
-}
-
 // Slots, lead and lag for `num_units` units of `tiles` tiles each, launched in sections of
 // `section` units. Without lead and lag if there are too few units.
 inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::int64_t section,
                                bool equal_tiles, std::int64_t num_multiprocessors, int cluster) {
   UnitPipeline pipeline;
-  pipeline.slots = pipeline.zeroed = static_cast<std::int32_t>(num_units);
+  pipeline.slots = static_cast<std::int32_t>(num_units);
   if (tiles == 0) {
     return pipeline;
   }
@@ -133,7 +110,7 @@ inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::
   const std::int64_t slots = distance + section + (num_multiprocessors / 3 + tiles - 1) / tiles;
   if (distance < num_units) {
     pipeline.lead = pipeline.lag = static_cast<std::int32_t>(distance);
-    pipeline.slots = pipeline.zeroed = static_cast<std::int32_t>(std::min(num_units, slots));
+    pipeline.slots = static_cast<std::int32_t>(std::min(num_units, slots));
     pipeline.last_parts = static_cast<std::int32_t>(
         std::max<std::int64_t>(1, num_multiprocessors / (distance * cluster)));
   }
