@@ -19,12 +19,11 @@ inline constexpr int kFinishThreads = 128;
 
 // One CTA per query block and query head of a unit (unit_pipeline.hpp). Where a block lies among
 // the sequences is looked up while its sums are on their way.
-template <int kWay, class T, int kHeadDim>
+template <class T, int kHeadDim>
 __global__ __launch_bounds__(kFinishThreads,
                              4) void bwd_finish(const __grid_constant__ BwdFinishParams p) {
   const auto thread = static_cast<int>(threadIdx.x);
-  const unsigned index = (kWay & 1) != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const float* const sums = p.dq_accumulator + std::int64_t{index} * (kBlockM * kHeadDim) +
+  const float* const sums = p.dq_accumulator + std::int64_t{blockIdx.x} * (kBlockM * kHeadDim) +
                             tile::fragment_order<kHeadDim>(thread, 0);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -41,20 +40,12 @@ __global__ __launch_bounds__(kFinishThreads,
   const auto group = static_cast<unsigned>(p.group);
   const auto heads_kv = static_cast<unsigned>(p.heads_kv);
   const Sequences& s = p.sequences;
-  const unsigned in_head = index % head_blocks;
-  const unsigned in_group = index / head_blocks % group;
-  const unsigned unit = index / head_blocks / group;
+  const unsigned in_head = blockIdx.x % head_blocks;
+  const unsigned in_group = blockIdx.x / head_blocks % group;
+  const unsigned unit = blockIdx.x / head_blocks / group;
   const std::int64_t block = s.packed() ? in_head : unit / heads_kv * head_blocks + in_head;
   const QueryBlock of = find_query_block(s, block);
   const std::int64_t row = of.sequence.q.begin + of.row_begin();
-  if ((kWay & 2) != 0) {
-    __syncwarp();
-    const float* const lines =
-        p.dq_accumulator + std::int64_t{index} * (kBlockM * kHeadDim) + thread / 32 * 16 * kHeadDim;
-    for (int i = thread % 32; i < kHeadDim / 2; i += 32) {
-      asm volatile("discard.global.L2 [%0], 128;" ::"l"(lines + i * 32) : "memory");
-    }
-  }
   const OutputRows rows{p.dq,
                         static_cast<int>(of.sequence.batch_index),
                         row,

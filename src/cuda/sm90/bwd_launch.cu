@@ -3,7 +3,6 @@
 // and finish, chained by programmatic dependent launch.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 
 #include "cuda/common/launch.hpp"
@@ -95,16 +94,16 @@ PackedPass make_packed_pass(const Problem& p, const BwdPlan& plan,
           .max_round = plan.ordered() ? max_round(p, cluster, device) : 0};
 }
 
-template <class T, int kWay>
+template <class T>
 Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
                      const BwdFinishParams& params) {
   switch (head_dim) {
     case 64:
-      return cuda::launch("sm90 backward finish", bwd_finish<kWay, T, 64>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<T, 64>, shape, stream, params);
     case 96:
-      return cuda::launch("sm90 backward finish", bwd_finish<kWay, T, 96>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<T, 96>, shape, stream, params);
     case 128:
-      return cuda::launch("sm90 backward finish", bwd_finish<kWay, T, 128>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<T, 128>, shape, stream, params);
     default:
       return {FG_INTERNAL_ERROR, "sm90 backward: no finish for this head_dim"};
   }
@@ -358,16 +357,9 @@ Status run(const Problem& p, const Args& args) {
                                     {.num_ctas = 1, .num_threads = kPackedOrderThreads},
                                     args.stream, main.sequences, tiles));
   }
-  const char* x = std::getenv("FG_X");
-  const char way = x ? x[0] : 'a';
-  const unsigned lanes = way == 'b' ? 2 : way == 'c' ? 32 : 8;
-  auto* kernel = way == 'b'   ? bwd_prepare<T, 2, 4>
-                 : way == 'c' ? bwd_prepare<T, 32, 4>
-                 : way == 'd' ? bwd_prepare<T, 8, 3>
-                              : bwd_prepare<T, 8, 4>;
   FG_RETURN_IF_ERROR(
-      cuda::launch("sm90 backward prepare", kernel,
-                   {.num_ctas = key_tile_ctas(tiles, lanes) + prepare_ctas + zero_ctas(prepare),
+      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                   {.num_ctas = key_tile_ctas(tiles) + prepare_ctas + zero_ctas(prepare),
                     .num_threads = kPrepareThreads,
                     .overlaps_predecessor = tiles.packed_tiles != nullptr},
                    args.stream, prepare, main, tiles));
@@ -397,13 +389,7 @@ Status run(const Problem& p, const Args& args) {
                                  .scale = static_cast<float>(p.scale)};
     const cuda::LaunchShape shape{
         .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
-    const char* y = std::getenv("FG_F");
-    const int w = y ? std::atoi(y) : 0;
-    FG_RETURN_IF_ERROR(
-        (w == 0   ? launch_finish<T, 0>
-         : w == 1 ? launch_finish<T, 1>
-         : w == 2 ? launch_finish<T, 2>
-                  : launch_finish<T, 3>)(plan.padded_head_dim, shape, args.stream, finish));
+    FG_RETURN_IF_ERROR(launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
   }
   if (p.wants_dsinks) {
     const BwdSinksParams sinks{.num_blocks = layout.num_q_blocks,

@@ -13,8 +13,8 @@
 // |---------------|-----------------------------------------------------------------------------|
 // | key_tile_ctas | describe the main kernel's tiles                                            |
 // | (the rest)    | a query block of a head each, a warp 16 rows                                |
-// | zero_ctas     | zeros; the last, since the memory takes reads and writes faster apart (134  |
-// |               | MB each, H200: 63 us one behind the other, 71 us mixed)                     |
+// | zero_ctas     | zeros; the last, since the memory takes reads and writes faster apart (H200,|
+// |               | 134 MB of each: 66 us one behind the other, 74 us mixed)                    |
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,15 +37,15 @@ static_assert(16 * kPrepareWarps == kBlockM);
 inline constexpr int kPackedOrderThreads = 256;
 inline constexpr int kZerosPerThread = 64;  // floats
 
-// Tiles that a warp describes: a tile is a long way for a thread, and longer with lanes that go
-// other ways.
-inline constexpr unsigned kDescribedPerWarp = 8;
+// Tiles that a warp describes, a lane each: that is a long way for a thread, and longer beside
+// lanes that go other ways. H200, full 1k, prepare: 2 lanes 19.2 us, 8 lanes 18.6, 32 lanes 23.9.
+inline constexpr int kDescribedPerWarp = 8;
 
 // CTAs of prepare that describe the main kernel's tiles.
-FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles, unsigned lanes) {
-  const unsigned at_once = kPrepareWarps * lanes;
+FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles) {
+  constexpr unsigned kAtOnce = kPrepareWarps * kDescribedPerWarp;
   return tiles.tiles == nullptr ? 0
-                                : (tiles.num_tiles * tiles.form.cluster + at_once - 1) / at_once;
+                                : (tiles.num_tiles * tiles.form.cluster + kAtOnce - 1) / kAtOnce;
 }
 
 // CTAs that write zeros.
@@ -189,24 +189,24 @@ __device__ __forceinline__ void multiply_pieces(float (&products)[2][4], const R
   }
 }
 
-template <class T, int kLanes, int kMin>
+template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
-                             kMin) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
-                                                    const __grid_constant__ BwdParams main,
-                                                    const __grid_constant__ KeyTileParams tiles) {
+                             4) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
+                                                 const __grid_constant__ BwdParams main,
+                                                 const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
   const auto thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
   const int lane = thread % 32;
-  const unsigned tile_ctas = key_tile_ctas(tiles, kLanes);
+  const unsigned tile_ctas = key_tile_ctas(tiles);
   const unsigned block_ctas = gridDim.x - tile_ctas - static_cast<unsigned>(zero_ctas(p));
   // A packed batch's come behind half of the others, when the order has long been made.
   const unsigned before = tiles.packed_tiles != nullptr ? block_ctas / 2 : 0;
   if (blockIdx.x - before < tile_ctas) {
-    const unsigned tile = ((blockIdx.x - before) * kPrepareWarps + warp) * kLanes + lane;
+    const unsigned tile = ((blockIdx.x - before) * kPrepareWarps + warp) * kDescribedPerWarp + lane;
     const auto cluster = static_cast<unsigned>(tiles.form.cluster);
     const unsigned index = tile / cluster;
-    if (lane < kLanes && index < tiles.num_tiles) {
+    if (lane < kDescribedPerWarp && index < tiles.num_tiles) {
       if (tiles.packed_tiles != nullptr) {
         ptx::grid_dependency_wait();
         tiles.tiles[tile] = describe_packed(main, tiles, index, tile % cluster);
