@@ -6,7 +6,8 @@
 
     flash_attn_func   forward and backward on (1, 1, 1, 8), beside PyTorch's own
                       scaled_dot_product_attention; on a GPU on (1, 128, 4, 64), and beside
-                      two of its kernels
+                      two of its kernels; likewise flash_attn_varlen_func on one sequence, and
+                      flashgrad's scaled_dot_product_attention
     forward           on NumPy arrays, beside its two calls of the C library
     import flashgrad  in a fresh process
 
@@ -17,6 +18,7 @@ spread of its own, only what a busy machine adds to it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -35,38 +37,64 @@ import peers
 import torch
 import torch.nn.functional as F
 from flashgrad import _call
-from flashgrad.torch import flash_attn_func, scaled_dot_product_attention
+from flashgrad.torch import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    scaled_dot_product_attention,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CALLS = 40  # in a round: shorter than a time slice of a busy machine
 
 
-def microseconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def microseconds(
+    functions: dict[str, Callable[[], object]],
+    rounds: int,
+    contexts: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] | None = None,
+) -> dict[str, float]:
     least = dict.fromkeys(functions, float("inf"))
     for _ in range(rounds):
         for name, function in functions.items():
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            least[name] = min(least[name], (time.perf_counter() - start) / CALLS * 1e6)
+            with contexts[name]() if contexts else contextlib.nullcontext():
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    function()
+                least[name] = min(least[name], (time.perf_counter() - start) / CALLS * 1e6)
     return least
 
 
+def packed(rows: int) -> Callable[..., torch.Tensor]:
+    """flash_attn_varlen_func on one sequence, which lies where the tensors do."""
+    offsets: dict[torch.device, torch.Tensor] = {}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        cu = offsets.get(q.device)
+        if cu is None:
+            cu = offsets[q.device] = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
+        return flash_attn_varlen_func(q, k, v, cu, cu, rows, rows)
+
+    return attention
+
+
 def on_torch(rounds: int) -> dict[str, float]:
-    inputs = [torch.randn(1, 1, 1, 8, requires_grad=True) for _ in range(3)]
-    dout = torch.randn(1, 1, 1, 8)
+    def step(attention: Callable[..., torch.Tensor], *shape: int) -> Callable[[], None]:
+        inputs = [torch.randn(shape, requires_grad=True) for _ in "qkv"]
+        dout = torch.randn(shape)
 
-    def step(attention: Callable[..., torch.Tensor]) -> None:
-        attention(*inputs).backward(dout)
-        for x in inputs:
-            x.grad = None
+        def both() -> None:
+            attention(*inputs).backward(dout)
+            for x in inputs:
+                x.grad = None
 
-    names = {
-        "flash_attn_func": flash_attn_func,
-        "flashgrad's sdpa": scaled_dot_product_attention,
-        "sdpa": F.scaled_dot_product_attention,
+        return both
+
+    functions = {
+        "flash_attn_func": step(flash_attn_func, 1, 1, 1, 8),
+        "flash_attn_varlen_func": step(packed(1), 1, 1, 8),
+        "flashgrad's sdpa": step(scaled_dot_product_attention, 1, 1, 1, 8),
+        "sdpa": step(F.scaled_dot_product_attention, 1, 1, 1, 8),
     }
-    return microseconds({n: lambda f=f: step(f) for n, f in names.items()}, rounds)
+    return microseconds(functions, rounds)
 
 
 def on_cuda(rounds: int) -> dict[str, float]:
@@ -80,36 +108,44 @@ def on_cuda(rounds: int) -> dict[str, float]:
             torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
         ]
 
-    rows_first, heads_first = tensors(1, 128, 4, 64), tensors(1, 4, 128, 64)
+    rows_first, heads_first, rows = (
+        tensors(*shape) for shape in ((1, 128, 4, 64), (1, 4, 128, 64), (128, 4, 64))
+    )
+    douts = {id(x): torch.randn_like(x[0]) for x in (rows_first, heads_first, rows)}
 
     def forward(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
         with torch.no_grad():
             attention(*inputs)
 
     def both(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        attention(*inputs).backward(inputs[0])
+        attention(*inputs).backward(douts[id(inputs)])
         for x in inputs:
             x.grad = None
 
-    def of(backend: SDPBackend) -> Callable[..., torch.Tensor]:
-        def attention(*inputs: torch.Tensor) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*inputs)
-
-        return attention
-
     functions = {
-        "flash_attn_func": (flash_attn_func, rows_first),
-        "flashgrad's sdpa": (scaled_dot_product_attention, heads_first),
-        "sdpa": (F.scaled_dot_product_attention, heads_first),
-        "sdpa, flash": (of(SDPBackend.FLASH_ATTENTION), heads_first),
-        "sdpa, cuDNN": (of(SDPBackend.CUDNN_ATTENTION), heads_first),
-    }
+        "flash_attn_func": (flash_attn_func, rows_first, None),
+        "flash_attn_varlen_func": (packed(128), rows, None),
+        "flashgrad's sdpa": (scaled_dot_product_attention, heads_first, None),
+        "sdpa": (F.scaled_dot_product_attention, heads_first, None),
+        "sdpa, flash": (
+            F.scaled_dot_product_attention, heads_first, SDPBackend.FLASH_ATTENTION
+        ),
+        "sdpa, cuDNN": (
+            F.scaled_dot_product_attention, heads_first, SDPBackend.CUDNN_ATTENTION
+        ),
+    }  # fmt: skip
+
+    def context(backend: SDPBackend | None) -> contextlib.AbstractContextManager[Any]:
+        """Entered once a round: PyTorch's choice of a kernel takes as long as a forward."""
+        return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
+
     return {
         f"{name}, {step.__name__}": least
         for step in (forward, both)
         for name, least in microseconds(
-            {n: lambda s=step, f=f, x=x: s(f, x) for n, (f, x) in functions.items()}, rounds
+            {n: lambda s=step, f=f, x=x: s(f, x) for n, (f, x, _) in functions.items()},
+            rounds,
+            {n: lambda b=b: context(b) for n, (_, _, b) in functions.items()},
         ).items()
     }
 

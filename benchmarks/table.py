@@ -110,5 +110,12 @@ def render(result):
     return _caption(result) + "\n\n" + tables[result["suite"]](result["rows"])
 
 
+def main(names):
+    """Prints the results of these files."""
+    if not names or names[0] in ("-h", "--help"):
+        sys.exit(__doc__)
+    print("\n\n".join(render(json.loads(pathlib.Path(name).read_text())) for name in names))
+
+
 if __name__ == "__main__":
-    print("\n\n".join(render(json.loads(pathlib.Path(name).read_text())) for name in sys.argv[1:]))
+    main(sys.argv[1:])

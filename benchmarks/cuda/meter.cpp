@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// NVML by dlopen: a machine without it is measured without clock and energy.
 #include "meter.hpp"
 
 #include <dlfcn.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The table of rows, and the lengths of the packed batch.
 #include "rows.hpp"
 
 #include <algorithm>

@@ -11,7 +11,7 @@
 ///     out_i = sum_j p_ij v_j,  lse_i = log(sum_{visible j} exp(s_ij) + exp(sink_h))
 ///
 /// and, backward, the exact gradients of `sum(dout * out) + sum(dlse * lse)`. docs/semantics.md
-/// holds every detail.
+/// holds every detail, docs/math.md the derivation and its sources.
 ///
 /// Calls neither allocate tensor memory, nor print, nor throw, nor keep state (but the calling
 /// thread's last error message); they may run in several threads at once.

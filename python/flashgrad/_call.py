@@ -114,8 +114,23 @@ def pack_options(
             OPTIONS.size, window_left, window_right, top_left, scale, softcap, deterministic,
             num_threads, max_seqlen_q, max_seqlen_kv, 0 if backend is None else _c_string(backend),
         )  # fmt: skip
-    except struct.error as error:
-        raise ValueError(f"flashgrad: an option is out of range or no number: {error}") from None
+    except struct.error:
+        pass
+    for name, value, code, want in (
+        ("window_left", window_left, "q", "a whole number of 64 bits"),
+        ("window_right", window_right, "q", "a whole number of 64 bits"),
+        ("scale", scale, "d", "a number"),
+        ("softcap", softcap, "d", "a number"),
+        ("num_threads", num_threads, "i", "a whole number of 32 bits"),
+        ("max_seqlen_q", max_seqlen_q, "q", "a whole number of 64 bits"),
+        ("max_seqlen_kv", max_seqlen_kv, "q", "a whole number of 64 bits"),
+        ("deterministic", deterministic, "i", "True or False"),
+    ):
+        try:
+            struct.pack(code, value)
+        except struct.error:
+            raise ValueError(f"flashgrad: {name}: {value!r}, want {want}") from None
+    raise AssertionError("each option could be packed alone")
 
 
 class Call:

@@ -239,7 +239,10 @@ def backward(
 
 def band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
     """The two sides of the band as the C library takes them."""
-    left, right = window
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ValueError(f"flashgrad: window: {window!r}, want (left, right)") from None
     if causal:
         if right is not None and right != 0:
             raise ValueError(f"flashgrad: window: right side {right} with causal, want None or 0")

@@ -40,7 +40,7 @@ class ArgumentError(ValueError, RuntimeError):
     """
 
 
-_ERRORS = {1: ArgumentError, 2: NotImplementedError, 3: ValueError}  # RuntimeError for all others
+_ERRORS = {1: ArgumentError, 2: NotImplementedError}  # RuntimeError for all others
 
 
 class Backend(NamedTuple):

@@ -18,8 +18,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from .torch._masks import REFUSED, KeyBand, band_attention, read_mask, recognise, seen_keys
-from .torch._ops import attention
-from .torch._plans import HEADS_FIRST_TO_ROWS
+from .torch._attention import attention
+from .torch._layout import HEADS_FIRST_TO_ROWS
 
 NAME = "flashgrad"
 

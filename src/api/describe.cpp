@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Words for dtypes, devices and shapes.
 #include "api/describe.hpp"
 
 namespace flashgrad {
@@ -29,6 +30,8 @@ std::string dtype_name(DLDataType t) {
       return "i" + bits;
     case kDLUInt:
       return "u" + bits;
+    case kDLComplex:
+      return "c" + bits;
     default:
       return "DLPack type code " + std::to_string(t.code) + " of " + bits + " bits";
   }

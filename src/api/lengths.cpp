@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// One pass over the offsets and lengths of a side of the batch.
 #include "api/lengths.hpp"
 
 #include <string>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// A tensor against what it must be, and all tensors of a call against each other.
 #include "api/tensor_check.hpp"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads the structs by their size, q, k and v for the shapes, then everything else against these.
 #include "api/validate.hpp"
 
 #include <omp.h>
@@ -212,8 +213,9 @@ class Validator {
                      std::to_string(kMaxThreads) + ", or 0 for OpenMP's own number");
     }
     if (o.max_seqlen_q < 0 || o.max_seqlen_kv < 0) {
-      return invalid(std::string(o.max_seqlen_q < 0 ? "max_seqlen_q: " : "max_seqlen_kv: ") +
-                     "negative, want an upper bound of the lengths, or 0 for none");
+      return invalid((o.max_seqlen_q < 0 ? "max_seqlen_q: " + std::to_string(o.max_seqlen_q)
+                                         : "max_seqlen_kv: " + std::to_string(o.max_seqlen_kv)) +
+                     ", want an upper bound of the lengths, or 0 for none");
     }
     p_.mask.left = o.window_left >= kUnboundedFrom ? kUnbounded : o.window_left;
     p_.mask.right = o.window_right >= kUnboundedFrom ? kUnbounded : o.window_right;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Makes the tensors of a case in their layouts, and calls the C interface on them.
 #include "check/call.hpp"
 
 #include <algorithm>

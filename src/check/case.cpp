@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The text of a case, both ways, and the command that repeats it.
 #include "check/case.hpp"
 
 #include <array>
@@ -22,7 +23,7 @@ constexpr std::array<std::pair<Layout, const char*>, 7> kLayoutNames = {{
     {Layout::kDoutStride0, "dout_0"},
 }};
 
-[[noreturn]] void bad(std::string_view key, std::string_view value, const char* want) {
+[[noreturn]] void bad(std::string_view key, std::string_view value, const std::string& want) {
   throw std::invalid_argument("--shape: " + std::string(key) + "=" + std::string(value) +
                               ", want " + want);
 }
@@ -112,25 +113,32 @@ void parse_layout(std::string_view value, Case* c) {
   bad("layout", value, "compact, own, fused, size1, huge, dout_view or dout_0");
 }
 
-void check_lengths(const Case& c, const char* name, std::int64_t rows,
+// A list of one number for each sequence, and `more`.
+template <class T>
+void check_size(const char* key, const std::vector<T>& list, std::int64_t batch, int more) {
+  if (list.size() != static_cast<std::size_t>(batch + more)) {
+    bad(key, list_text(list),
+        std::to_string(batch + more) + " numbers (b=" + std::to_string(batch) +
+            (more > 0 ? ", and the end)" : ")"));
+  }
+}
+
+void check_lengths(const Case& c, const char* cu_key, const char* used_key, std::int64_t rows,
                    const std::vector<std::int32_t>& cu, const std::vector<std::int32_t>& used) {
-  const auto batch = static_cast<std::size_t>(c.batch);
-  const auto fail = [&](const char* what) {
-    throw std::invalid_argument("--shape: " + std::string(what) + "_" + name +
-                                " does not fit the lengths");
-  };
-  if (c.packed() && cu.size() != batch + 1) {
-    fail("cu");
+  if (c.packed()) {
+    check_size(cu_key, cu, c.batch, 1);
   }
-  if (!used.empty() && used.size() != batch) {
-    fail("used");
+  if (!used.empty()) {
+    check_size(used_key, used, c.batch, 0);
   }
-  for (std::size_t b = 0; b < batch; ++b) {
+  const bool has_lists = c.packed() || !used.empty();
+  for (std::size_t b = 0; has_lists && b < static_cast<std::size_t>(c.batch); ++b) {
     if (c.packed() && (cu[b] < 0 || cu[b + 1] < cu[b] || cu[b + 1] > rows)) {
-      fail("cu");
+      bad(cu_key, list_text(cu),
+          "offsets from 0 to " + std::to_string(rows) + " that do not decrease");
     }
     if (!used.empty() && (used[b] < 0 || used[b] > (c.packed() ? cu[b + 1] - cu[b] : rows))) {
-      fail("used");
+      bad(used_key, list_text(used), "from 0 to each sequence's length");
     }
   }
 }
@@ -195,7 +203,7 @@ Case parse_shape(std::string_view text) {
   for (const auto& [key, value] : given) {
     const auto parser = parsers.find(key);
     if (parser == parsers.end()) {
-      bad(key, value, "one of the keys b, hq, hkv, sq, sk, d, dv, ... (see --help)");
+      bad(key, value, "one of the keys that --help lists: b, hq, hkv, sq, sk, d, dv, ...");
     }
     parser->second(key, value);
   }
@@ -222,10 +230,10 @@ Case parse_shape(std::string_view text) {
   if (!has("dv")) {
     c.head_dim_v = c.head_dim;
   }
-  check_lengths(c, "q", c.seqlen_q, c.cu_seqlens_q, c.seqused_q);
-  check_lengths(c, "kv", c.seqlen_kv, c.cu_seqlens_kv, c.seqused_kv);
-  if (!c.q_offset.empty() && c.q_offset.size() != static_cast<std::size_t>(c.batch)) {
-    throw std::invalid_argument("--shape: q_offset wants one number per sequence");
+  check_lengths(c, "cu_q", "used_q", c.seqlen_q, c.cu_seqlens_q, c.seqused_q);
+  check_lengths(c, "cu_kv", "used_kv", c.seqlen_kv, c.cu_seqlens_kv, c.seqused_kv);
+  if (!c.q_offset.empty()) {
+    check_size("q_offset", c.q_offset, c.batch, 0);
   }
   if (c.dout == "none" && c.dlse == "none") {
     throw std::invalid_argument("--shape: dout=none wants a dlse");
@@ -350,7 +358,8 @@ std::vector<Case> find_cases(std::string_view id, Place place) {
       }
     }
   }
-  throw std::invalid_argument("--case: '" + std::string(id) + "' is not in the table");
+  throw std::invalid_argument("--case: '" + std::string(id) +
+                              "' is not in the table, whose ids check --help lists");
 }
 
 }  // namespace flashgrad::check

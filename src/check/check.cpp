@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Runs cases and judges what came out.
 #include "check/check.hpp"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Random numbers, special contents, and NaN where nothing may read.
 #include "check/data.hpp"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What is computed of a call, exactly and naively, and what the acceptance rule needs of it.
 #include "check/expected.hpp"
 
 #include <algorithm>

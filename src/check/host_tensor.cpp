@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Guards, poison, sparse mappings, and the copies on a device.
 #include "check/host_tensor.hpp"
 
 #include <sys/mman.h>

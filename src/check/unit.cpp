@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How a unit is cut out of a call.
 #include "check/unit.hpp"
 
 #include <algorithm>

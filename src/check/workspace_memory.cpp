@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Workspaces at odd addresses, between guards.
 #include "check/workspace_memory.hpp"
 
 #include <algorithm>

@@ -74,8 +74,8 @@ inline std::uint16_t f32_to_f16(float x) {
   return static_cast<std::uint16_t>(sign | (rounded >> 13));
 }
 
-// bf16 from f64 in one rounding: f32 by round-to-odd first, so that the second rounding is the only
-// one.
+// x in f32, rounded to odd: a second rounding, to bf16 or f16, then gives what one rounding of x
+// would.
 inline float f64_to_f32_odd(double x) {
   const auto f = static_cast<float>(x);
   if (!std::isfinite(f) || static_cast<double>(f) == x) {

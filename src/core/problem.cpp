@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The line of FLASHGRAD_VERBOSE.
 #include "core/problem.hpp"
 
 namespace flashgrad {

@@ -8,23 +8,22 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/sm90/wide_config.hpp"
-#include "plan/program_builder.hpp"
+#include "plan/program_sm90_wide_places.hpp"
 
 namespace flashgrad::plan {
 namespace {
 
 using sm90::WideConfig;
 
-constexpr int kM = sm90::kBlockM;
-constexpr int kKeys = sm90::kWideKeys;
+constexpr int kM = WidePlaces::kM;
+constexpr int kKeys = WidePlaces::kKeys;
 constexpr int kCluster = 2;
 constexpr int kRoles = 2;    // that make products
 constexpr int kPiece = 128;  // columns that arrive together
-constexpr int kChunk = 16;   // queries whose P or dS goes into a product at a time
-constexpr int kChunks = kM / kChunk;
-constexpr int kWarps = 4;
-constexpr int kWarpKeys = kKeys / kWarps;
+constexpr int kChunk = WidePlaces::kChunk;
+constexpr int kChunks = WidePlaces::kChunks;
+constexpr int kWarpKeys = WidePlaces::kWarpKeys;
+constexpr int kWarps = kKeys / kWarpKeys;
 constexpr int kOperands = static_cast<int>(Use::kOperands);
 constexpr int kWritten = static_cast<int>(Use::kWritten);
 constexpr int kStaged = static_cast<int>(Use::kStaged);
@@ -37,12 +36,11 @@ sm90::WideTile tile_of(const HeadData& data, int first_key, int rank) {
   params.sequences.rows_q = data.queries;
   params.sequences.rows_kv = data.keys;
   params.sequences.mask.right = data.causal ? 0 : kUnbounded;
-  params.heads_kv = params.group = params.num_units = params.section = 1;
-  params.num_kv_blocks = data.keys / (kKeys * kCluster);
+  params.heads_kv = params.group = 1;
   sm90::WidePass pass{};
   pass.num_units = pass.section = 1;
   pass.key_count = data.keys / kKeys;
-  pass.num_key_tiles = params.num_kv_blocks;
+  pass.num_key_tiles = data.keys / (kKeys * kCluster);
   pass.blocks_per_head = data.queries / kM;
   return sm90::wide_tile<kCluster>(params, pass, first_key / kKeys + rank);
 }
@@ -53,6 +51,7 @@ class Wide {
       : data_(data),
         first_key_(first_key),
         c_{data.head_dim, data.head_dim_v, kCluster, false},
+        places_{c_},
         tiles_{tile_of(data, first_key, 0), tile_of(data, first_key, 1)},
         steps_(tiles_[0].keys.num_steps),
         build_("sm90 backward, wide", kCluster) {
@@ -142,50 +141,6 @@ class Wide {
   [[nodiscard]] int query(int step) const { return (tiles_[0].keys.m_end - 1 - step) * kM; }
   [[nodiscard]] int key(int cta) const { return first_key_ + kKeys * cta; }
 
-  static View shared(const char* name, int cta, int offset, int rows, int columns,
-                     Element element = Element::kBf16) {
-    return {name, Store::kShared, cta, offset, columns * size_of(element), rows, columns, element};
-  }
-  // Columns of K, or V, that are not resident.
-  [[nodiscard]] View k(int cta) const {
-    return shared("K", cta, 0, kKeys, c_.head_dim - c_.resident_k());
-  }
-  [[nodiscard]] View v(int cta) const {
-    return shared("V", cta, c_.v_offset(), kKeys, c_.head_dim_v - c_.resident_v());
-  }
-  [[nodiscard]] View q(int cta, int use) const {
-    return shared("Q", cta, c_.q_offset() + use % c_.q_stages() * c_.q_bytes(), kM, c_.head_dim);
-  }
-  [[nodiscard]] View dout(int cta, int use) const {
-    return shared("dO", cta, c_.do_offset() + use % c_.do_stages() * c_.do_bytes(), kM,
-                  c_.head_dim_v);
-  }
-  [[nodiscard]] View lse(int cta, int step) const {
-    return shared("lse", cta, c_.lse_offset() + step % c_.statistics() * kM * 4, 1, kM,
-                  Element::kF32);
-  }
-  [[nodiscard]] View delta(int cta, int step) const {
-    return shared("delta", cta, c_.delta_offset() + step % c_.statistics() * kM * 4, 1, kM,
-                  Element::kF32);
-  }
-  // Of P^T, then dS^T, as the image that goes to global memory.
-  [[nodiscard]] View slot(int cta, int step) const {
-    return shared("slot", cta, c_.slot_offset() + step % c_.slots() * c_.slot_bytes(), kKeys, kM);
-  }
-  // Of dv, or dk behind it, on its way out.
-  [[nodiscard]] View staging(int cta, int offset, int columns) const {
-    return shared("staging", cta, c_.staging_offset() + offset, kKeys, columns);
-  }
-  // Where a warp's rows of P^T lie for some queries: in the same bytes as its rows of dS^T will,
-  // but one chunk after the other (WideShared::handover).
-  [[nodiscard]] View handover(int cta, int step, int chunk, int warp) const {
-    View view = slot(cta, step);
-    view.offset += (warp * kChunks + chunk) * kWarpKeys * kChunk * 2;
-    view.stride = kChunk * 2;
-    view.rows = kWarpKeys;
-    view.columns = kChunk;
-    return view;
-  }
   // Registers of a step's P or dS, by the 16 queries of a product.
   static std::vector<View> chunks(RoleWriter& role) {
     std::vector<View> list;
@@ -205,12 +160,12 @@ class Wide {
     const GlobalTensor tensor = is_k ? kGlobalK : kGlobalV;
     const int columns = is_k ? c_.head_dim : c_.head_dim_v;
     const int resident = is_k ? c_.resident_k() : c_.resident_v();
-    const View stage = is_k ? q(cta, 0) : dout(cta, 0);
+    const View stage = is_k ? places_.q(cta, 0) : places_.dout(cta, 0);
     role.copy(value, global_input(data_, tensor, key(cta), kKeys, 0, resident),
               {{stage.part(0, kKeys, 0, resident), value, 0}}, {full[0]});
     if (columns > resident) {
       role.copy(value, global_input(data_, tensor, key(cta), kKeys, resident, columns - resident),
-                {{is_k ? k(cta) : v(cta), value, 0}}, {full[0]});
+                {{is_k ? places_.k(cta) : places_.v(cta), value, 0}}, {full[0]});
     } else {
       role.arrive({full[0]});
     }
@@ -230,7 +185,7 @@ class Wide {
     const int half = kM / kCluster;
     role.copy(statistic,
               global_input(data_, is_q ? kGlobalLse : kGlobalDelta, query(step), kM, 0, 1),
-              {{is_q ? lse(cta, step) : delta(cta, step), statistic, step}},
+              {{is_q ? places_.lse(cta, step) : places_.delta(cta, step), statistic, step}},
               {stage_of(is_q ? b.q_full : b.do_full, use)[0]});
     for (int piece = 0; piece * kPiece < columns; ++piece) {
       const int first = piece * kPiece;
@@ -238,7 +193,7 @@ class Wide {
       std::vector<Access> to;
       std::vector<int> full;
       for (int other = 0; other < kCluster; ++other) {
-        const View stage = is_q ? q(other, use) : dout(other, use);
+        const View stage = is_q ? places_.q(other, use) : places_.dout(other, use);
         to.push_back({stage.part(half * cta, half, first, width), value, step, kLanding});
         full.push_back(stage_of(is_q ? at(other).q_full : at(other).do_full,
                                 use)[static_cast<std::size_t>(piece)]);
@@ -318,13 +273,13 @@ class Wide {
     const std::vector<View> p = chunks(role);
     const View dv = role.registers("registers", kKeys, c_.head_dim_v, Element::kF32);
     wait_all(role, b.q_full, 0);
-    role.compute("K", {{q(cta, 0).part(0, kKeys, 0, c_.resident_k()), "K", 0}},
+    role.compute("K", {{places_.q(cta, 0).part(0, kKeys, 0, c_.resident_k()), "K", 0}},
                  {{resident, "K", 0}});
     release(role, &Barriers::q_empty, 0);
     release(role, &Barriers::do_empty, 0);  // V is the other's
     const auto issue_s = [&](int step) {    // (1)
-      product_of_rows(role, "S", s[c_.ahead() ? step % 2 : 0], step, resident, k(cta),
-                      q(cta, use_of(step)), b.q_full);
+      product_of_rows(role, "S", s[c_.ahead() ? step % 2 : 0], step, resident, places_.k(cta),
+                      places_.q(cta, use_of(step)), b.q_full);
     };
     if (c_.ahead()) {
       issue_s(0);
@@ -334,7 +289,7 @@ class Wide {
       const View& s_now = s[c_.ahead() ? step % 2 : 0];
       const int use = use_of(step);
       const auto load_lse = [&] {
-        role.compute("lse", {{lse(cta, step), "lse", step}}, {{rows, "lse", step}});
+        role.compute("lse", {{places_.lse(cta, step), "lse", step}}, {{rows, "lse", step}});
       };
       const auto release_dout = [&] {
         if (step > 0) {
@@ -365,7 +320,7 @@ class Wide {
         const auto i = static_cast<std::size_t>(chunk);
         std::vector<Access> made = {{p[i], "P", step}};
         for (int warp = 0; warp < kWarps; ++warp) {
-          made.push_back({handover(cta, step, chunk, warp), "P", step, kWritten});
+          made.push_back({places_.handover(cta, step, chunk, warp), "P", step, kWritten});
         }
         role.compute("P",
                      {{s_now.part(0, kKeys, kChunk * chunk, kChunk), "S", step},
@@ -379,7 +334,7 @@ class Wide {
                        }
                        return out;
                      });
-        add_chunk(role, "dV", dv, step, chunk, {p[i], "P", step}, dout(cta, use), "dO");
+        add_chunk(role, "dV", dv, step, chunk, {p[i], "P", step}, places_.dout(cta, use), "dO");
       }
       role.arrive({stage_of(b.p_full, step)});
       role.commit();
@@ -390,7 +345,8 @@ class Wide {
       role.arrive({b.done});
       role.wait(b.done, 0);
     }
-    store_rows(role, "dV", dv, c_.ahead() ? staging(cta, 0, c_.head_dim_v) : dout(cta, 0),
+    store_rows(role, "dV", dv,
+               c_.ahead() ? places_.staging(cta, 0, c_.head_dim_v) : places_.dout(cta, 0),
                kGlobalDv, key(cta), 1);
   }
 
@@ -404,14 +360,15 @@ class Wide {
     const View dk = role.registers("registers", kKeys, c_.head_dim, Element::kF32);
     release(role, &Barriers::q_empty, 0);  // K is the other's
     wait_all(role, b.do_full, 0);
-    role.compute("V", {{dout(cta, 0).part(0, kKeys, 0, c_.resident_v()), "V", 0}},
+    role.compute("V", {{places_.dout(cta, 0).part(0, kKeys, 0, c_.resident_v()), "V", 0}},
                  {{resident, "V", 0}});
     release(role, &Barriers::do_empty, 0);
     for (int step = 0; step < steps_; ++step) {
       role.set_step(step);
       const int use = use_of(step);
-      product_of_rows(role, "dP", dp, step, resident, v(cta), dout(cta, use), b.do_full);  // (3)
-      role.compute("delta", {{delta(cta, step), "delta", step}}, {{rows, "delta", step}});
+      product_of_rows(role, "dP", dp, step, resident, places_.v(cta), places_.dout(cta, use),
+                      b.do_full);  // (3)
+      role.compute("delta", {{places_.delta(cta, step), "delta", step}}, {{rows, "delta", step}});
       if (step > 0) {
         role.wait_copies(0);
         role.arrive({stage_of(b.p_empty, step - 1)});
@@ -421,7 +378,7 @@ class Wide {
         release(role, &Barriers::q_empty, use - 1);
       }
       role.wait(stage_of(b.p_full, step), phase_of(b.p_full, step));
-      const View place = slot(cta, step);
+      const View place = places_.slot(cta, step);
       const auto part = [](const View& whole, int chunk) {
         return whole.part(0, whole.rows, kChunk * chunk, kChunk);
       };
@@ -429,7 +386,7 @@ class Wide {
         std::vector<Access> from;
         std::vector<Access> to;
         for (int warp = 0; warp < kWarps; ++warp) {
-          from.push_back({handover(cta, step, chunk, warp), "P", step, kWritten});
+          from.push_back({places_.handover(cta, step, chunk, warp), "P", step, kWritten});
           to.push_back(
               {ds[static_cast<std::size_t>(chunk)].part(kWarpKeys * warp, kWarpKeys, 0, kChunk),
                "P", step});
@@ -450,7 +407,7 @@ class Wide {
                        const Matrix made_ds = ds_of(in);
                        return std::vector<Matrix>{made_ds, made_ds};
                      });
-        add_chunk(role, "dK", dk, step, chunk, {registers, "dS", step}, q(cta, use), "Q");
+        add_chunk(role, "dK", dk, step, chunk, {registers, "dS", step}, places_.q(cta, use), "Q");
       }
       role.commit();
       role.copy("dS", {place, "dS", step, kStaged}, {{image(cta, step), "dS", step}}, {});
@@ -463,7 +420,8 @@ class Wide {
       role.arrive({b.done});
       role.wait(b.done, 0);
     }
-    store_rows(role, "dK", dk, c_.ahead() ? staging(cta, c_.do_bytes(), c_.head_dim) : q(cta, 0),
+    store_rows(role, "dK", dk,
+               c_.ahead() ? places_.staging(cta, c_.do_bytes(), c_.head_dim) : places_.q(cta, 0),
                kGlobalDk, key(cta), data_.scale);
   }
 
@@ -492,6 +450,7 @@ class Wide {
   const HeadData& data_;
   int first_key_;
   WideConfig c_;
+  WidePlaces places_;
   std::vector<sm90::WideTile> tiles_;
   int steps_;
   ProgramBuilder build_;

@@ -25,10 +25,6 @@ std::vector<WidePassTiles> tiles_of_passes(const ScheduleProblem& problem, int n
   keys.heads_kv = p.heads_kv;
   keys.group = p.group();
   const std::int64_t spans = p.packed ? p.batch : 1;
-  keys.num_kv_blocks =
-      sm90::num_blocks(p.packed, spans, p.seqlen_kv, std::int64_t{sm90::kWideKeys} * kKeyCluster);
-  keys.num_units = (p.packed ? 1 : p.batch) * p.heads_kv;
-  keys.section = 1;
   sm90::BwdQueryParams queries{};
   queries.sequences = keys.sequences;
   queries.heads_q = p.heads_q;
@@ -39,10 +35,7 @@ std::vector<WidePassTiles> tiles_of_passes(const ScheduleProblem& problem, int n
 
   const sm90::WidePlan plan = sm90::make_wide_plan(
       p, num_multiprocessors, sm90::preferred_wide_room(p, num_multiprocessors));
-  // As launch_wide does.
-  const std::int64_t unit_bytes = p.group() * p.seqlen_q * 2 * (p.head_dim + p.head_dim_v);
-  const std::int64_t section =
-      std::max<std::int64_t>(1, l2_bytes * 8 / 15 / std::max<std::int64_t>(1, unit_bytes));
+  const std::int64_t section = sm90::wide_key_section(p, l2_bytes);
   queries.section = sm90::wide_dq_section(p, l2_bytes);
   std::vector<WidePassTiles> passes;
   // Where dS would lie; only offsets from there are computed.

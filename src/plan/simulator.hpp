@@ -204,7 +204,6 @@ enum GlobalTensor : std::uint8_t {
   kGlobalDk,
   kGlobalDv,
   kGlobalDs,
-  kNumGlobals
 };
 
 // FlashAttention-4's backward for the keys from `first_key` on: 128 of them, or 256 by a pair of

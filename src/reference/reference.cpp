@@ -56,7 +56,7 @@ bool available() { return true; }
 
 Status supports(const Problem& p, Pass /*pass*/) {
   if (p.device_type != DeviceType::kCpu) {
-    return unsupported("tensors are on a GPU, want CPU tensors");
+    return unsupported("q: on a CUDA device, want CPU memory");
   }
   return {};
 }

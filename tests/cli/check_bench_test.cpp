@@ -52,6 +52,8 @@ TEST_F(Check, DtypesAndRefusals) {
   EXPECT_EQ(refused.exit_status, 3);
   EXPECT_NE(refused.out.find("refused"), std::string::npos);
   EXPECT_EQ(run_tool({"check", "--shape", "sq=8,d=300"}).exit_status, 3);
+  // A batch of nothing, however large, takes no time.
+  EXPECT_EQ(run_tool({"check", "--shape", "b=1099511627776,sq=0,d=8"}).exit_status, 0);
 }
 
 TEST_F(Check, BadShapes) {
@@ -79,6 +81,14 @@ TEST_F(Check, BadShapes) {
                             "b=4294967296,hq=4294967296,sq=4294967296"}) {
     expect_one_line_refusal({"check", "--shape", shape}, 2, "flashgrad: ");
   }
+  expect_one_line_refusal({"check", "--shape", "b=1,cu_q=0:5:8,cu_kv=0:4:8"}, 2,
+                          "cu_q=0:5:8, want 2 numbers (b=1");
+  expect_one_line_refusal({"check", "--shape", "b=2,sq=8,q_offset=3"}, 2,
+                          "q_offset=3, want 2 numbers");
+  expect_one_line_refusal({"check", "--shape", "cu_q=0:9:8,cu_kv=0:4:8"}, 2,
+                          "cu_q=0:9:8, want offsets from 0 to 8");
+  expect_one_line_refusal({"check", "--shape", "b=2,sq=8,used_kv=8:9"}, 2,
+                          "used_kv=8:9, want from 0 to each");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--dtype", "f8"}, 2, "dtype");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "-1"}, 2, "--seed");
   expect_one_line_refusal({"check", "--shape", "sq=8", "--seed", "x"}, 2, "--seed");
@@ -200,11 +210,22 @@ TEST_F(Bench, RefusedOptions) {
   expect_one_line_refusal({"bench", "--suite", "cpu", "--causal"}, 2, "--causal: a suite's");
   expect_one_line_refusal({"bench", "--window", "3,0"}, 2, "--window: a suite's");
   expect_one_line_refusal({"bench", "--align", "top-left"}, 2, "--align: a suite's");
+  for (const char* key : {"used_q=3", "used_kv=3", "q_offset=1", "q=0", "dout=0", "dlse=n",
+                          "sinks=n", "layout=own", "null=dq"}) {
+    expect_one_line_refusal({"bench", "--shape", std::string("sq=8,") + key}, 2, "no other key");
+  }
+  put("suite.json",
+      R"({"shapes": [{"shape": "sq=8,sinks=n", "dtypes": ["f32"], "masks": ["full"]}]})");
+  expect_one_line_refusal({"bench", "--suite", path("suite.json")}, 2, "no other key");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--threads", "0"}, 2, "--threads");
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--json", path("no/such/folder")}, 2,
                           "can't write");
   expect_one_line_refusal({"bench", "--shape", "sq=1000000000000,hq=1000000,d=64"}, 2, "memory");
-  EXPECT_EQ(num_files(), 0U);
+  EXPECT_EQ(num_files(), 1U);  // the suite
+  // Bounds of packed lengths count as they do in a call: one that is too low is refused.
+  const ToolResult low = run_tool({"bench", "--shape", "d=8,cu_q=0:5:20,cu_kv=0:5:20,max_q=7"});
+  EXPECT_EQ(low.exit_status, 2);
+  EXPECT_NE(low.err.find("max_seqlen_q: 7"), std::string::npos) << low.err;
 }
 
 TEST_F(Bench, MemoryByLength) {

@@ -26,6 +26,12 @@ TEST_F(Usage, HelpAndVersion) {
     EXPECT_NE(result.out, "");
     EXPECT_EQ(result.err, "");
   }
+  // What an option takes by name is listed.
+  const std::string check = run_tool({"check", "--help"}).out;
+  for (const char* word :
+       {"cu_q=", "used_kv", "q_offset", "layout", "null=", " big_logits,", " sink_only_row"}) {
+    EXPECT_NE(check.find(word), std::string::npos) << word;
+  }
   EXPECT_EQ(run_tool({"--version"}).out, "flashgrad " FLASHGRAD_EXPECTED_VERSION "\n");
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Counts in the program's own operator new.
 #include "allocations.hpp"
 
 #include <atomic>

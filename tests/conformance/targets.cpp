@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Finds the targets, and sets the environment that makes the library take one of them.
 #include "targets.hpp"
 
 #include <algorithm>

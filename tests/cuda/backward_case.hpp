@@ -21,6 +21,9 @@ struct Case {
   bool stride0 = false;   // dout is one element, expanded
   double logit_scale = 1;
   std::vector<int> rooms;  // percent of the preferred workspace to compare as well
+  // The workspace is as it was allocated, so that initcheck sees what is read before it is written.
+  bool unwritten_workspace = false;
+  int num_repeats = 20;  // of deterministic calls, to compare their bits
 };
 
 inline const BandMask kFull{};
@@ -30,5 +33,6 @@ Problem problem(DType dtype, std::int64_t batch, std::int64_t sq, std::int64_t s
                 std::int64_t hkv, std::int64_t d, std::int64_t dv);
 
 std::vector<Case> cases();
+std::vector<Case> short_cases();
 
 }  // namespace flashgrad

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An array on the GPU, full of NaN until it is written.
+// An array on the GPU, full of NaN until it is written, or left as it was allocated.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,9 +23,11 @@ template <class T>
 struct DeviceArray {
   T* data = nullptr;
   std::size_t count = 0;
-  explicit DeviceArray(std::size_t n) : count(n) {
+  explicit DeviceArray(std::size_t n, bool unwritten = false) : count(n) {
     CHECK_CUDA(cudaMalloc(&data, std::max<std::size_t>(n, 1) * sizeof(T)));
-    poison();
+    if (!unwritten) {
+      poison();
+    }
   }
   explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
     CHECK_CUDA(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));

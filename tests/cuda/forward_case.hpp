@@ -33,6 +33,8 @@ struct Case {
   bool heads_outside = false;  // (batch, heads, rows, dim) in memory
   bool odd_strides = false;    // nothing is a multiple of 16 bytes
   bool least_workspace = false;
+  // The workspace is as it was allocated, so that initcheck sees what is read before it is written.
+  bool unwritten_workspace = false;
   float amplitude = 1;
   Poison poison = Poison::kNone;
   std::vector<std::int32_t> cu_seqlens_q{};  // not empty: packed
@@ -43,5 +45,8 @@ struct Case {
 };
 
 std::vector<Case> cases();
+// The smallest that reach every kernel with more blocks than stages, for compute-sanitizer
+// (sanitize.sh), under which a tile takes a thousand times as long.
+std::vector<Case> short_cases();
 
 }  // namespace flashgrad

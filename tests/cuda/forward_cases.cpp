@@ -216,4 +216,53 @@ std::vector<Case> cases() {
   };
 }
 
+std::vector<Case> short_cases() {
+  const BandMask causal{.right = 0};
+  std::vector<Case> list = {
+      {.name = "full", .seqlen_q = 200, .seqlen_kv = 700, .heads_q = 1, .heads_kv = 1},
+      {.name = "causal GQA", .seqlen_q = 400, .seqlen_kv = 300, .heads_kv = 1, .mask = causal},
+      {.name = "window, sinks",
+       .seqlen_q = 300,
+       .seqlen_kv = 300,
+       .mask = {.left = 60, .right = 20},
+       .sinks = true},
+      {.name = "softcap", .seqlen_q = 200, .seqlen_kv = 500, .mask = causal, .softcap = 15},
+      // More tiles than multiprocessors: each CTA makes several.
+      {.name = "many tiles",
+       .batch = 150,
+       .seqlen_q = 200,
+       .seqlen_kv = 130,
+       .heads_q = 1,
+       .heads_kv = 1},
+      {.name = "packed, seqused, q_offset",
+       .seqlen_q = 400,
+       .seqlen_kv = 420,
+       .heads_kv = 1,
+       .mask = causal,
+       .cu_seqlens_q = {0, 0, 100, 101, 400},
+       .cu_seqlens_kv = {0, 7, 100, 300, 420},
+       .seqused_q = {0, 90, 1, 250},
+       .seqused_kv = {3, 93, 150, 120},
+       .q_offset = {0, 3, 100, -20}},
+      {.name = "odd strides",
+       .seqlen_q = 130,
+       .seqlen_kv = 257,
+       .heads_q = 1,
+       .heads_kv = 1,
+       .mask = causal,
+       .odd_strides = true},
+      {.name = "narrower",
+       .seqlen_q = 130,
+       .seqlen_kv = 257,
+       .heads_q = 1,
+       .heads_kv = 1,
+       .narrower = 5,
+       .mask = causal},
+  };
+  for (Case& c : list) {
+    c.unwritten_workspace = true;
+  }
+  return list;
+}
+
 }  // namespace flashgrad

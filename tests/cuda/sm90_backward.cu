@@ -2,12 +2,15 @@
 // Checks and times the sm90 backward by itself, against a float64 textbook computation on the same
 // GPU.
 //
-//   sm90_backward check [name [head_dim]]   every case below (whose name contains `name`, of at
-//                                           least that head dim); exit status 1 if one fails
+//   sm90_backward check [name [least [largest]]]   every case of backward_cases.cpp (whose name
+//                                                  contains `name`, of head dims from `least` to
+//                                                  `largest`); exit status 1 if one fails
+//   sm90_backward short [name [least [largest]]]   those of backward_short_cases.cpp
 //   sm90_backward bench [shapes]   whole calls, TFLOP/s cool and sustained, one line a shape
 //
 // Inputs are random normals; rows and keys that nothing visible depends on, the gaps between
-// strided rows, the outputs and the workspace are full of NaN before each call.
+// strided rows, the outputs and the workspace are full of NaN before each call (but of the short
+// cases the workspace, which is left as it was allocated).
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -297,7 +300,7 @@ bool run_case(Case c, int room, std::vector<unsigned char> (&gradients)[3]) {
   args.workspace_bytes =
       workspace_size.minimum +
       (workspace_size.preferred - workspace_size.minimum) * static_cast<std::size_t>(room) / 100;
-  DeviceArray<unsigned char> workspace(args.workspace_bytes + 8);
+  DeviceArray<unsigned char> workspace(args.workspace_bytes + 8, c.unwritten_workspace);
   args.workspace = workspace.data + 4;  // any alignment
   const Status status = sm90_backend.backward(p, args);
   cudaError_t error = cudaDeviceSynchronize();
@@ -305,11 +308,13 @@ bool run_case(Case c, int room, std::vector<unsigned char> (&gradients)[3]) {
   gradients[1] = dk.host();
   gradients[2] = dv.host();
   if (status.ok() && error == cudaSuccess && p.deterministic) {
-    for (int repeat = 0; repeat < 20 && wrong.empty(); ++repeat) {
+    for (int repeat = 0; repeat < c.num_repeats && wrong.empty(); ++repeat) {
       dq.poison();
       dk.poison();
       dv.poison();
-      workspace.poison();
+      if (!c.unwritten_workspace) {
+        workspace.poison();
+      }
       static_cast<void>(sm90_backend.backward(p, args));
       error = cudaDeviceSynchronize();
       if (dq.host() != gradients[0] || dk.host() != gradients[1] || dv.host() != gradients[2]) {
@@ -357,7 +362,8 @@ bool run_case(Case c, int room, std::vector<unsigned char> (&gradients)[3]) {
       }
     }
   }
-  std::printf("%-28s %3d %% %s%s%s\n", c.name, room, wrong.empty() ? "ok  " : "FAIL",
+  std::printf("%3d/%-3d %-28s %3d %% %s%s%s\n", static_cast<int>(p.head_dim),
+              static_cast<int>(p.head_dim_v), c.name, room, wrong.empty() ? "ok  " : "FAIL",
               report.c_str(), wrong.empty() ? "" : ("  " + wrong).c_str());
   std::fflush(stdout);
   if (error != cudaSuccess) {
@@ -408,10 +414,10 @@ int main(int argc, char** argv) {
     std::printf("skipped: no Hopper GPU\n");
     return 77;
   }
-  if (mode == "check") {
+  if (mode == "check" || mode == "short") {
     int failures = 0;
     int count = 0;
-    for (const Case& c : cases()) {
+    for (const Case& c : mode == "check" ? cases() : short_cases()) {
       if ((argc > 2 && std::string(c.name).find(argv[2]) == std::string::npos) ||
           (argc > 3 && std::max(c.p.head_dim, c.p.head_dim_v) < std::atoi(argv[3])) ||
           (argc > 4 && std::max(c.p.head_dim, c.p.head_dim_v) > std::atoi(argv[4]))) {
@@ -437,7 +443,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   std::printf(
-      "usage: sm90_backward check [name [least head_dim [largest]]] | bench (d k causal heads_q "
-      "heads_kv dtype det)...\n");
+      "usage: sm90_backward check|short [name [least head_dim [largest]]] | bench (d k causal "
+      "heads_q heads_kv dtype det)...\n");
   return 2;
 }

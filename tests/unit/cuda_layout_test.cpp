@@ -206,7 +206,10 @@ void expect_tiles_cover(const BandMask& mask, std::int64_t seqlen_q, std::int64_
   const Band band = Band::of(mask, seqlen_q, seqlen_kv);
   std::set<std::tuple<int, int, int>> tiles;
   for (std::int64_t cta = 0; cta < p.num_units * p.num_kv_blocks * kCluster; ++cta) {
-    const sm90::KeyTile tile = sm90::key_tile<128, kCluster>(p, cta);
+    const sm90::KeyTile tile = sm90::key_tile_at(
+        p, {128, kCluster, false},
+        sm90::tile_place(p, 128 * kCluster, static_cast<std::uint32_t>(cta / kCluster)),
+        cta % kCluster);
     EXPECT_TRUE(tiles.insert({tile.batch_index, tile.head_kv, tile.kv_row}).second);
     std::set<int> seeing[2];  // query blocks that see keys of each half of the tile
     for (std::int64_t j = 0; j < tile.keys_end; ++j) {

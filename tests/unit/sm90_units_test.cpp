@@ -2,7 +2,7 @@
 // How units pass through the backward's main kernel (cuda/sm90/unit_pipeline.hpp), simulated on the
 // host with the kernel's own order of tiles: with any number of CTAs at a time nobody waits for
 // ever; every unit is prepared before it is read, added to in a slot that nobody else uses, and
-// finished once, after the last addition.
+// finished once, after the last addition and, if there was none, when the slot is its own.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -48,12 +48,16 @@ std::vector<Work> works_in_order(const Setting& s, int lag, int last_parts) {
   std::vector<Work> works;
   for (int i = 0; i < s.units * (s.tiles + 1) + lag * last_parts; ++i) {
     const ServedOrder order(i, s.section, s.tiles, s.units, last_parts);
-    works.push_back(order.unit >= 0
-                        ? Work{true, static_cast<int>(order.unit), static_cast<int>(order.part)}
-                        : Work{false, key_tile<kBlockN, 1>(p, order.tile).batch_index});
+    works.push_back(
+        order.unit >= 0
+            ? Work{true, static_cast<int>(order.unit), static_cast<int>(order.part)}
+            : Work{false, tile_place(p, kBlockN, static_cast<std::uint32_t>(order.tile)).span});
   }
   return works;
 }
+
+// Units whose keys no row sees: their tiles add nothing, and wait for nobody.
+bool is_unseen(int unit) { return unit % 3 == 1; }
 
 struct Unit {
   bool prepared = false;
@@ -79,9 +83,14 @@ void simulate(const Setting& s, int resident) {
   const auto slot = [&](int u) -> int& {
     return slots.at(static_cast<std::size_t>(u % pipeline.slots));
   };
+  // The slot of the unit is not another's any more.
+  const auto has_slot = [&](int u) {
+    const int before = u - pipeline.slots;
+    return before < 0 || unit(before).finished > 0;
+  };
   const auto finish = [&](int u) {
     EXPECT_EQ(unit(u).added, s.tiles);
-    EXPECT_EQ(slot(u), u);
+    EXPECT_EQ(slot(u), is_unseen(u) ? -1 : u);
     if (pipeline.reused(u, s.units)) {
       slot(u) = -1;
     }
@@ -100,7 +109,7 @@ void simulate(const Setting& s, int resident) {
           unit(u + pipeline.lead).prepared = true;
         }
       } else if (u >= pipeline.lag) {
-        if (unit(u - pipeline.lag).added < s.tiles) {
+        if (unit(u - pipeline.lag).added < s.tiles || !has_slot(u - pipeline.lag)) {
           return false;
         }
         if (r.work.part == 0) {  // the others finish other blocks
@@ -108,8 +117,11 @@ void simulate(const Setting& s, int resident) {
         }
       }
     } else if (r.phase == 0) {
-      const int before = u - pipeline.slots;
-      if (!unit(u).prepared || (before >= 0 && unit(before).finished == 0)) {
+      if (is_unseen(u)) {
+        r.phase = 1;
+        return true;
+      }
+      if (!unit(u).prepared || !has_slot(u)) {
         return false;
       }
       EXPECT_TRUE(slot(u) == -1 || slot(u) == u);
@@ -138,6 +150,22 @@ void simulate(const Setting& s, int resident) {
   }
   for (const Unit& u : units) {
     EXPECT_EQ(u.finished, 1);
+  }
+}
+
+TEST(Sm90Units, FindTheClustersOfTheirTiles) {
+  for (const Setting& s : {Setting{41, 3, 3, 13}, Setting{90, 6, 7, 20}, Setting{5, 1, 2, 4}}) {
+    const BwdParams p = params(s);
+    for (int u = 0; u < s.units; ++u) {
+      for (int block = 0; block < s.tiles; ++block) {
+        const ServedOrder order(ServedOrder::cluster_of(u, block, s.section, s.tiles, s.units),
+                                s.section, s.tiles, s.units, 1);
+        ASSERT_EQ(order.unit, -1);
+        const KeyTile tile = key_tile<kBlockN, 1>(p, order.tile);
+        EXPECT_EQ(tile.batch_index, u);
+        EXPECT_EQ(tile.kv_row, block * kBlockN);
+      }
+    }
   }
 }
 

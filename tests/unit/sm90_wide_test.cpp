@@ -82,17 +82,11 @@ class Walk {
 
   template <int kKeyCluster, int kQueryCluster>
   void run() {
-    const sm90::WideExtent extent(problem_);
     const bool packed = problem_.packed;
     sm90::BwdParams keys{};
     keys.sequences = sequences_;
     keys.heads_kv = problem_.heads_kv;
     keys.group = problem_.group();
-    keys.num_kv_blocks = sm90::num_blocks(packed, packed ? problem_.batch : 1, problem_.seqlen_kv,
-                                          sm90::kWideKeys * kKeyCluster);
-    keys.num_units = extent.units;
-    keys.section = 1;
-    keys.round = 1;
     sm90::BwdQueryParams queries{};
     queries.sequences = sequences_;
     queries.heads_q = problem_.heads_q;

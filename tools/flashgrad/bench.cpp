@@ -139,6 +139,8 @@ Row measure(const check::Case& c, const CallOptions& call_options) {
   options.window_left = c.mask.left;
   options.window_right = c.mask.right;
   options.alignment = c.mask.alignment == Alignment::kTopLeft ? FG_TOP_LEFT : FG_BOTTOM_RIGHT;
+  options.max_seqlen_q = c.max_seqlen_q > 0 ? c.max_seqlen_q : options.max_seqlen_q;
+  options.max_seqlen_kv = c.max_seqlen_kv > 0 ? c.max_seqlen_kv : options.max_seqlen_kv;
   row.mask = describe_mask(options);
   const int num_threads = omp_get_max_threads();
 
@@ -216,13 +218,13 @@ std::string lines_of(const Row& row) {
   const auto line = [&](const char* title, const PassResult& pass) {
     const std::string standard =
         std::isnan(pass.speedup)
-            ? fmt::format("{:>11}{:>8}{:>11}", "-", "-", "-")
-            : fmt::format("{:>11}{:>7.2f}x{:>11}", format_seconds(pass.standard_seconds),
+            ? fmt::format("{:>11}{:>8}{:>12}", "-", "-", "-")
+            : fmt::format("{:>11}{:>7.2f}x{:>12}", format_seconds(pass.standard_seconds),
                           pass.speedup,
                           format_bytes(static_cast<double>(row.standard_memory_bytes)));
     const std::string share =
         std::isnan(pass.fraction_of_peak) ? "-" : fmt::format("{:.2f}", pass.fraction_of_peak);
-    return fmt::format("  {:<9}{:>11}{:>9.1f}{:>7}{:>11}{}\n", title, format_seconds(pass.seconds),
+    return fmt::format("  {:<9}{:>11}{:>9.1f}{:>9}{:>11}{}\n", title, format_seconds(pass.seconds),
                        pass.gflops, share, format_bytes(static_cast<double>(row.memory_bytes)),
                        standard);
   };
@@ -265,8 +267,8 @@ ordered_json json_of(const Row& row) {
 }
 
 ordered_json run_suite(const std::vector<check::Case>& cases, const CallOptions& call_options) {
-  print_out(fmt::format("  {:<9}{:>11}{:>9}{:>7}{:>11}{:>11}{:>8}{:>11}\n", "pass", "time",
-                        "GFLOP/s", "peak", "memory", "standard", "faster", "memory"));
+  print_out(fmt::format("  {:<9}{:>11}{:>9}{:>9}{:>11}{:>11}{:>8}{:>12}\n", "pass", "time",
+                        "GFLOP/s", "of peak", "memory", "standard", "faster", "its memory"));
   ordered_json rows = ordered_json::array();
   for (std::size_t i = 0; i < cases.size(); ++i) {
     std::cerr << fmt::format("[{}/{}] {}\n", i + 1, cases.size(), title_of(cases[i]));
@@ -324,6 +326,7 @@ int bench_command(const BenchArguments& arguments) {
   std::vector<check::Case> cases;
   if (arguments.shape) {
     cases.push_back(shape_case(*arguments.shape, dtype, kSeed, call_options));
+    require_plain(cases.back());
   } else if (!arguments.memory) {
     cases = load_suite(arguments.suite);
   }

@@ -89,6 +89,7 @@ std::vector<check::Case> load_suite(const std::string& name_or_path) {
       for (const json& mask : entry.at("masks")) {
         for (const json& dtype : entry.at("dtypes")) {
           check::Case c = check::parse_shape(entry.at("shape").get<std::string>());
+          require_plain(c);
           c.dtype = check::parse_dtype(dtype.get<std::string>());
           CallArguments arguments;
           const auto window = mask.get<std::string>();
@@ -112,6 +113,26 @@ std::vector<check::Case> load_suite(const std::string& name_or_path) {
         fmt::format("--suite {}: {}", printable(name_or_path), printable(error.what(), 200)));
   }
   return cases;
+}
+
+void require_plain(const check::Case& c) {
+  check::Case plain;
+  plain.batch = c.batch;
+  plain.heads_q = c.heads_q;
+  plain.heads_kv = c.heads_kv;
+  plain.seqlen_q = c.seqlen_q;
+  plain.seqlen_kv = c.seqlen_kv;
+  plain.head_dim = c.head_dim;
+  plain.head_dim_v = c.head_dim_v;
+  plain.cu_seqlens_q = c.cu_seqlens_q;
+  plain.cu_seqlens_kv = c.cu_seqlens_kv;
+  plain.max_seqlen_q = c.max_seqlen_q;
+  plain.max_seqlen_kv = c.max_seqlen_kv;
+  if (check::shape_text(plain) != check::shape_text(c)) {
+    throw Error(
+        "--shape: bench measures b, hq, hkv, sq, sk, d, dv, cu_q, cu_kv, max_q and max_kv, and no "
+        "other key");
+  }
 }
 
 AttentionCall make_shapes(const check::Case& c, bool grad_f32) {

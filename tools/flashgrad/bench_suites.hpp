@@ -23,7 +23,10 @@ std::string suite_names();
 // All shapes, dtypes and masks of the suite of that name, or of the file of that path.
 std::vector<check::Case> load_suite(const std::string& name_or_path);
 
-// The case's tensors. No memory but that of the offsets is written yet.
+// Throws unless the case is no more than sizes and packed lengths: nothing else is measured here.
+void require_plain(const check::Case& c);
+
+// The tensors of a plain case. No memory but that of the offsets is written yet.
 AttentionCall make_shapes(const check::Case& c, bool grad_f32);
 
 // The same with random numbers in q, k, v and dout.

@@ -201,6 +201,19 @@ int check_table(const CallOptions& call_options, std::uint64_t seed) {
 
 }  // namespace
 
+std::string table_ids() {
+  constexpr std::size_t kColumns = 90;
+  std::string text;
+  std::size_t column = 0;
+  for (const check::TableEntry& entry : check::table()) {
+    const bool wraps = column + entry.id.size() > kColumns;
+    text += column == 0 ? "  " : wraps ? ",\n  " : ", ";
+    text += entry.id;
+    column = (column == 0 || wraps ? 2 : column + 2) + entry.id.size();
+  }
+  return text;
+}
+
 int check_command(const CheckArguments& arguments) {
   const CallOptions call_options(arguments.call);
   const auto seed =

@@ -17,6 +17,9 @@ struct CheckArguments {
   std::string seed = "1";
 };
 
+// The ids that --case takes, in lines of their own.
+std::string table_ids();
+
 // Returns the exit status, or throws Error.
 int check_command(const CheckArguments& arguments);
 

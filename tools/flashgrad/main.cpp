@@ -27,6 +27,14 @@
 namespace flashgrad::tool {
 namespace {
 
+constexpr const char* kShapeHelp = "One shape instead: b=1,hq=8,hkv=2,sq=512,sk=512,d=64[,dv=64]";
+
+// What --shape takes besides; a command that repeats a failing case may use any of it.
+constexpr const char* kShapeFooter =
+    "SHAPE is KEY=VALUE,...: b sequences, hq query and hkv key heads, sq queries and sk keys of\n"
+    "head_dim d, values of head_dim dv. Left out: b=1, hq=1, hkv=hq, sq=1, sk=sq, d=64, dv=d.\n"
+    "Packed: cu_q=0:100:512,cu_kv=0:100:512 (b, sq and sk follow), max_q, max_kv.";
+
 void add_run(CLI::App& app, RunArguments& arguments) {
   CLI::App* run = app.add_subcommand("run", "Attention of tensors in a safetensors file");
   run->footer(
@@ -34,8 +42,11 @@ void add_run(CLI::App& app, RunArguments& arguments) {
       "seqused_q, seqused_kv, q_offset. Writes out and lse; with dout or dlse also dq, dk, dv, "
       "and\n"
       "dsinks if there are sinks. With out and lse in the input, backward uses them.\n"
-      "q, k, v and dout are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with\n"
-      "cu_seqlens; lse is (batch, heads, seqlen).");
+      "q, k, v, dout and out are (batch, seqlen, heads, head_dim) in F32, BF16 or F16, or packed\n"
+      "(total, heads, head_dim) with cu_seqlens (batch + 1, I32). lse and dlse are (batch, heads,\n"
+      "seqlen) or (heads, total), sinks (heads), all F32. seqused is (batch, I32), q_offset "
+      "(batch,\n"
+      "I64). F64 throughout: --backend reference.");
   run->add_option("--input", arguments.input, "safetensors file to read")
       ->required()
       ->type_name("FILE");
@@ -52,10 +63,7 @@ void add_check(CLI::App& app, CheckArguments& arguments) {
       "check",
       "Compare every backend with the float64 oracle, on cases that attention libraries got wrong");
   CLI::Option* shape =
-      check
-          ->add_option("--shape", arguments.shape,
-                       "One shape instead: b=1,hq=8,hkv=2,sq=512,sk=512,d=64[,dv=64]")
-          ->type_name("SHAPE");
+      check->add_option("--shape", arguments.shape, kShapeHelp)->type_name("SHAPE");
   check->add_option("--case", arguments.case_id, "One entry of the table instead")
       ->type_name("ID")
       ->excludes(shape);
@@ -66,6 +74,19 @@ void add_check(CLI::App& app, CheckArguments& arguments) {
       ->type_name("N")
       ->capture_default_str();
   add_call_options(*check, arguments.call);
+  check->get_option("--backend")
+      ->description(
+          fmt::format("auto (every one that can run here), {}", fmt::join(backend_names(), ", ")));
+  check->footer([] {
+    return std::string(kShapeFooter) +
+           "\nFor each sequence, joined by ':': used_q, used_kv, q_offset. What tensors hold: q, "
+           "k, "
+           "v,\ndout, dlse, sinks = n (normal numbers), 3n (times 3), a number (everywhere) or "
+           "none.\nnull=lse:dq:dk:dv leaves outputs out. layout = own, fused, size1, huge, "
+           "dout_view "
+           "or dout_0.\n\nID is one of\n" +
+           table_ids();
+  });
   // The table's cases have masks and factors of their own.
   for (const char* option :
        {"--dtype", "--causal", "--window", "--align", "--scale", "--softcap", "--deterministic",
@@ -83,12 +104,9 @@ void add_bench(CLI::App& app, BenchArguments& arguments) {
                        fmt::format("Shapes to measure: {}, or a JSON file", suite_names()))
           ->type_name("NAME")
           ->capture_default_str();
-  CLI::Option* shape =
-      bench
-          ->add_option("--shape", arguments.shape,
-                       "One shape instead: b=1,hq=8,hkv=2,sq=512,sk=512,d=64[,dv=64]")
-          ->type_name("SHAPE")
-          ->excludes(suite);
+  CLI::Option* shape = bench->add_option("--shape", arguments.shape, kShapeHelp)
+                           ->type_name("SHAPE")
+                           ->excludes(suite);
   bench
       ->add_flag("--memory", arguments.memory,
                  "Instead: time and memory by sequence length, up to 512K")
@@ -102,6 +120,7 @@ void add_bench(CLI::App& app, BenchArguments& arguments) {
   bench->add_option("--json", arguments.json, "Also write the results to this file")
       ->type_name("FILE");
   add_call_options(*bench, arguments.call);
+  bench->footer(kShapeFooter);
 }
 
 // What was wrong with the arguments, and the command whose --help tells more, "flashgrad plan
@@ -177,12 +196,6 @@ int dispatch(int argc, char** argv) {
   }
   return run_command(run);
 }
-
-}  // namespace
-}  // namespace flashgrad::tool
-
-namespace flashgrad::tool {
-namespace {
 
 bool returns_from_main = false;  // NOLINT(*-avoid-non-const-global-variables)
 

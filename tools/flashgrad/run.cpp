@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <optional>
@@ -121,6 +122,9 @@ std::string describe_call(const AttentionCall& call, const fg_options& options) 
   std::string text =
       fmt::format("{} q {} k {} v {}, {}", call.q.dtype, format_shape(call.q.shape),
                   format_shape(call.k.shape), format_shape(call.v.shape), describe_mask(options));
+  if (!std::isnan(options.scale)) {
+    text += fmt::format(", scale {}", options.scale);
+  }
   if (options.softcap > 0) {
     text += fmt::format(", softcap {}", options.softcap);
   }

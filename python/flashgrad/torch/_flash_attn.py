@@ -12,12 +12,13 @@ import torch
 
 from .._functions import ALIGNMENTS, Alignment
 from .._library import ArgumentError
-from ._ops import attention, check_tensor
+from ._attention import attend, check_tensor
+from ._layout import Layout
 
 Output = Any  # a tensor, or the tuple that return_lse or return_attn_probs asks for
 
 
-def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any = None) -> None:
+def _refuse(dropout_p: float, alibi_slopes: Any) -> None:
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"flashgrad: dropout_p: {dropout_p}, want 0: dropout of attention probabilities is not "
@@ -26,10 +27,6 @@ def _refuse(dropout_p: float, alibi_slopes: Any, block_table: Any = None) -> Non
     if alibi_slopes is not None:
         raise NotImplementedError(
             "flashgrad: alibi_slopes: given, want None: biases are not supported"
-        )
-    if block_table is not None:
-        raise NotImplementedError(
-            "flashgrad: block_table: given, want None: paged keys and values are not supported"
         )
 
 
@@ -54,20 +51,30 @@ def _check_flash_attn_3(options: dict[str, Any]) -> None:
 
 def _attend(
     tensors: tuple[torch.Tensor, ...],
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
-    alignment: Alignment = "bottom-right",
-    softmax_scale: float | None = None,
+    layout: Layout,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    *,
     return_lse: bool = False,
-    return_attn_probs: bool = False,
-    dropout_p: float = 0.0,
-    alibi_slopes: None = None,
-    block_table: None = None,
+    sinks: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
-    **options: Any,
+    q_offset: torch.Tensor | None = None,
+    alignment: Alignment = "bottom-right",
 ) -> Output:
-    """The options of flash-attn and flashgrad on tensors as ``attention`` takes them."""
-    _refuse(dropout_p, alibi_slopes, block_table)
+    """The options of flash-attn and flashgrad on tensors as ``layout`` says."""
+    if dropout_p != 0.0 or alibi_slopes is not None:
+        _refuse(dropout_p, alibi_slopes)
     # As flash-attn's users expect, a negative side is open, and causal closes the right one.
     left, right = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
     if left is not None and left < 0:
@@ -78,15 +85,15 @@ def _attend(
         right = None
     if alignment not in ALIGNMENTS:
         raise ArgumentError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
-    out, lse = attention(
-        *tensors,
-        window_left=left,
-        window_right=right,
-        top_left=alignment == "top-left",
-        scale=softmax_scale,
-        seqused_kv=seqused_k,
-        **options,
-    )
+    out, lse = attend(
+        tensors,
+        layout,
+        (sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_offset),
+        (
+            max_seqlen_q, max_seqlen_k, left, right, alignment == "top-left", softmax_scale,
+            softcap, deterministic or torch.are_deterministic_algorithms_enabled(),
+        ),
+    )  # fmt: skip
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out
@@ -145,7 +152,7 @@ def flash_attn_func(
         Row i sees key j iff ``j <= i + seqlen_k - seqlen_q``.
     window_size : (left, right)
         Row i sees key j iff ``i + shift - left <= j <= i + shift + right``, where shift is
-        ``seqlen_k - seqlen_q``. -1 or None: unbounded.
+        ``seqlen_k - seqlen_q``. Negative or None: unbounded.
     softcap : float
         0: none.
     alibi_slopes : None
@@ -194,13 +201,12 @@ def flash_attn_func(
     >>> q, k, v = (torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3))
     >>> flash_attn_func(q, k, v, causal=True).sum().backward()
     """
-    _check_flash_attn_3(flash_attn_3)
+    if flash_attn_3:
+        _check_flash_attn_3(flash_attn_3)
     return _attend(
-        (q, k, v), causal=causal, window_size=window_size, softmax_scale=softmax_scale,
-        softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, return_lse=return_lse,
-        sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k, q_offset=q_offset,
-        alignment=alignment,
+        (q, k, v), None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, return_lse=return_lse, sinks=sinks,
+        seqused_q=seqused_q, seqused_k=seqused_k, q_offset=q_offset, alignment=alignment,
     )  # fmt: skip
 
 
@@ -226,9 +232,8 @@ def flash_attn_qkvpacked_func(
     """
     _check_packed(qkv, "qkv", 3, 2)
     return _attend(
-        (qkv,), layout=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
-        softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, **more,
+        (qkv,), 2, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, **more,
     )  # fmt: skip
 
 
@@ -256,9 +261,8 @@ def flash_attn_kvpacked_func(
     """
     _check_packed(kv, "kv", 2, 2)
     return _attend(
-        (q, kv), layout=2, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
-        softcap=softcap, deterministic=deterministic, dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs, **more,
+        (q, kv), 2, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, **more,
     )  # fmt: skip
 
 
@@ -310,15 +314,17 @@ def flash_attn_varlen_func(
     out : Tensor (total_q, heads_q, head_dim_v)
     lse : Tensor (heads_q, total_q)
     """
-    _check_flash_attn_3(flash_attn_3)
+    if flash_attn_3:
+        _check_flash_attn_3(flash_attn_3)
+    if block_table is not None:
+        raise NotImplementedError(
+            "flashgrad: block_table: given, want None: paged keys and values are not supported"
+        )
     return _attend(
-        (q, k, v), cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, causal=causal,
-        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
-        block_table=block_table, return_attn_probs=return_attn_probs, return_lse=return_lse,
-        sinks=sinks, seqused_q=seqused_q, seqused_k=seqused_k, q_offset=q_offset,
-        alignment=alignment,
+        (q, k, v), None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, return_lse=return_lse, sinks=sinks, seqused_q=seqused_q,
+        seqused_k=seqused_k, q_offset=q_offset, alignment=alignment,
     )  # fmt: skip
 
 
@@ -346,11 +352,8 @@ def flash_attn_varlen_qkvpacked_func(
     """
     _check_packed(qkv, "qkv", 3, 1)
     return _attend(
-        (qkv,), layout=1, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen, causal=causal,
-        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs, **more,
+        (qkv,), 1, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **more,
     )  # fmt: skip
 
 
@@ -382,9 +385,7 @@ def flash_attn_varlen_kvpacked_func(
     """
     _check_packed(kv, "kv", 2, 1)
     return _attend(
-        (q, kv), layout=1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, causal=causal,
-        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        deterministic=deterministic, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs, **more,
+        (q, kv), 1, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        **more,
     )  # fmt: skip

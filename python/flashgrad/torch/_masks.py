@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .._library import ArgumentError
-from ._ops import attention
-from ._plans import HEADS_FIRST
+from ._attention import attention
+from ._layout import HEADS_FIRST
 
 REFUSED = (
     "flashgrad: attention mask: {}, want none, a causal bias of torch.nn.attention.bias, or (in "

@@ -10,8 +10,8 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .._library import ArgumentError
 from ._masks import band_attention, read_mask
-from ._ops import attention, check_tensor
-from ._plans import HEADS_FIRST
+from ._attention import attention, check_tensor
+from ._layout import HEADS_FIRST
 
 
 def scaled_dot_product_attention(
@@ -79,18 +79,19 @@ def scaled_dot_product_attention(
         )
     if is_causal and attn_mask is not None:
         raise ArgumentError("flashgrad: attn_mask: given with is_causal, want one of them")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, x)
-        if x.ndim < 2:
-            raise ArgumentError(f"flashgrad: {name}: {x.ndim} dimensions, want 2 or more")
+    for x in (query, key, value):
+        if not isinstance(x, torch.Tensor) or x.is_nested or x.ndim < 2:
+            _refuse(query=query, key=key, value=value)
     q, k, v, leading = _to_batch_heads(query, key, value)
     if q.shape[1] != k.shape[1] and k.shape[1] != 1 and not enable_gqa:
         raise ArgumentError(
             f"flashgrad: key: {k.shape[1]} heads, want {q.shape[1]} (query's), or enable_gqa=True"
         )
     if attn_mask is None:
-        options = {"window_right": 0, "top_left": True} if is_causal else {}
-        out, _ = attention(q, k, v, layout=HEADS_FIRST, scale=scale, **options)
+        right, top_left = (0, True) if is_causal else (None, False)
+        out, _ = attention(
+            q, k, v, layout=HEADS_FIRST, scale=scale, window_right=right, top_left=top_left
+        )
     elif (top_left := _causal_bias(attn_mask, q, k)) is not None:
         out, _ = attention(
             q, k, v, layout=HEADS_FIRST, scale=scale, window_right=0, top_left=top_left
@@ -101,14 +102,23 @@ def scaled_dot_product_attention(
     return out if q is query else out.reshape(*leading, *out.shape[-2:])
 
 
+def _refuse(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        check_tensor(name, x)
+        if x.ndim < 2:
+            raise ArgumentError(f"flashgrad: {name}: {x.ndim} dimensions, want 2 or more")
+
+
 def _to_batch_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """The tensors as (batch, heads, seqlen, dim), and the result's leading dimensions."""
     tensors = (query, key, value)
-    if query.ndim == key.ndim == value.ndim == 4 and key.shape[:2] == value.shape[:2]:
-        (batch, heads), (batch_kv, heads_kv) = query.shape[:2], key.shape[:2]
-        if batch == batch_kv and (heads > 1 or heads_kv == 1):
+    if query.ndim == key.ndim == value.ndim == 4:
+        batch, heads, _, _ = query.shape
+        batch_kv, heads_kv, _, _ = key.shape
+        batch_v, heads_v, _, _ = value.shape
+        if batch == batch_kv == batch_v and heads_kv == heads_v and (heads > 1 or heads_kv == 1):
             return query, key, value, (batch, heads)
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in tensors]
     # A single head of keys or values stands for those of the other, one of queries for all.

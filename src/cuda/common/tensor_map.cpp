@@ -54,8 +54,6 @@ Status encode(const Tensor& tensor, cuuint32_t rank, const cuuint64_t* dims,
   return {};
 }
 
-}  // namespace
-
 bool can_map(const Tensor& tensor, const Extents& extents) {
   constexpr std::int64_t kMaxExtent = std::int64_t{1} << 31;
   constexpr std::int64_t kMaxStride = std::int64_t{1} << 40;
@@ -72,12 +70,8 @@ bool can_map(const Tensor& tensor, const Extents& extents) {
          legal(extents.batch, tensor.batch_stride);
 }
 
-bool can_map_ragged(const Tensor& tensor, const Extents& extents) {
-  return can_map(tensor, extents) && stride_bytes(extents.rows, tensor.row_stride, 0) < kFarBytes;
-}
-
-Status encode_map(const Tensor& tensor, const Extents& extents, int box_rows, CUtensorMap* map,
-                  int rank) {
+Status encode_plain(const Tensor& tensor, const Extents& extents, int box_rows, cuuint32_t rank,
+                    CUtensorMap* map) {
   const auto fallback = (2 * extents.columns + 15) / 16 * 16;
   const cuuint64_t dims[5] = {
       static_cast<cuuint64_t>(extents.columns), static_cast<cuuint64_t>(extents.rows),
@@ -87,11 +81,10 @@ Status encode_map(const Tensor& tensor, const Extents& extents, int box_rows, CU
       static_cast<cuuint64_t>(stride_bytes(extents.heads, tensor.head_stride, fallback)),
       static_cast<cuuint64_t>(stride_bytes(extents.batch, tensor.batch_stride, fallback)),
       static_cast<cuuint64_t>(fallback)};
-  return encode(tensor, static_cast<cuuint32_t>(rank), dims, strides, box_rows, map);
+  return encode(tensor, rank, dims, strides, box_rows, map);
 }
 
-Status encode_ragged_map(const Tensor& tensor, const Extents& extents, int box_rows,
-                         CUtensorMap* map) {
+Status encode_ragged(const Tensor& tensor, const Extents& extents, int box_rows, CUtensorMap* map) {
   constexpr cuuint64_t kAnyCoordinate = 0x7fff0000;
   const auto fallback = (2 * extents.columns + 15) / 16 * 16;
   const auto row = static_cast<cuuint64_t>(stride_bytes(extents.rows, tensor.row_stride, fallback));
@@ -102,6 +95,33 @@ Status encode_ragged_map(const Tensor& tensor, const Extents& extents, int box_r
       row, static_cast<cuuint64_t>(stride_bytes(extents.heads, tensor.head_stride, fallback)), row,
       static_cast<cuuint64_t>(kFarBytes) - row};
   return encode(tensor, 5, dims, strides, box_rows, map);
+}
+
+}  // namespace
+
+Extents q_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_q, p.heads_q, p.head_dim};
+}
+Extents k_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim};
+}
+Extents v_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim_v};
+}
+Extents out_extents(const Problem& p) {
+  return {p.packed ? 1 : p.batch, p.seqlen_q, p.heads_q, p.head_dim_v};
+}
+
+Status make_map(const Tensor& tensor, const Extents& extents, int box_rows, MapKind kind,
+                std::uint32_t bit, CUtensorMap* map, std::uint32_t* mapped) {
+  const bool ragged = kind == MapKind::kRagged;
+  if (!can_map(tensor, extents) ||
+      (ragged && stride_bytes(extents.rows, tensor.row_stride, 0) >= kFarBytes)) {
+    return {};
+  }
+  *mapped |= bit;
+  return ragged ? encode_ragged(tensor, extents, box_rows, map)
+                : encode_plain(tensor, extents, box_rows, kind == MapKind::k4d ? 4 : 5, map);
 }
 
 }  // namespace flashgrad::cuda

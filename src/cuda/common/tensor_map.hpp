@@ -18,25 +18,30 @@ struct Extents {
   std::int64_t columns = 0;
 };
 
-// Whether the copy engine can address it: 16-bit elements, contiguous columns, base and strides
-// multiples of 16 bytes, strides positive and below 2^40 bytes, extents within 32 bits.
-bool can_map(const Tensor& tensor, const Extents& extents);
+// Those of a problem's tensors; out and dout have the same.
+Extents q_extents(const Problem& problem);
+Extents k_extents(const Problem& problem);
+Extents v_extents(const Problem& problem);
+Extents out_extents(const Problem& problem);
 
-// A 4-d map with coordinates (column, row, head, batch) and boxes of 64 columns x `box_rows` rows,
-// 128-byte swizzle (tile/swizzle.hpp), zeros outside; with `rank` 5 a last coordinate is 0.
-// Precondition: can_map.
-Status encode_map(const Tensor& tensor, const Extents& extents, int box_rows, CUtensorMap* map,
-                  int rank = 4);
-
-// A 5-d map of a tensor without a batch whose rows are cut into sequences, with coordinates
-// (column, kRaggedRows - end + row, head, end, kRaggedRows), where `end` is the row at which the
-// sequence of `row` ends; rows from there on arrive as zeros. The second dimension ends at
-// kRaggedRows; the fourth has the stride of the rows, and the fifth one that takes kRaggedRows rows
-// away again, modulo 2^64. (The idea is that of Triton's ragged descriptors.) Precondition:
-// can_map_ragged.
+// What a map's coordinates are. All have boxes of 64 columns x some rows, 128-byte swizzle
+// (tile/swizzle.hpp), and zeros outside.
+enum class MapKind {
+  k4d,  // (column, row, head, batch)
+  k5d,  // the same and 0: so that one instruction loads from this kind or the next
+  // Of a tensor without a batch whose rows are cut into sequences: (column, kRaggedRows - end +
+  // row, head, end, kRaggedRows), where `end` is the row at which the sequence of `row` ends; rows
+  // from there on arrive as zeros. The second dimension ends at kRaggedRows; the fourth has the
+  // stride of the rows, and the fifth one that takes kRaggedRows rows away again, modulo 2^64. (The
+  // idea is that of Triton's ragged descriptors.)
+  kRagged,
+};
 inline constexpr int kRaggedRows = 1 << 30;
-bool can_map_ragged(const Tensor& tensor, const Extents& extents);
-Status encode_ragged_map(const Tensor& tensor, const Extents& extents, int box_rows,
-                         CUtensorMap* map);
+
+// Encodes a map of the tensor, and adds `bit` to *mapped, if the copy engine can address it: 16-bit
+// elements, contiguous columns, base and strides multiples of 16 bytes, strides positive and below
+// 2^40 bytes (a ragged tensor's rows, 2^34), extents within 32 bits.
+Status make_map(const Tensor& tensor, const Extents& extents, int box_rows, MapKind kind,
+                std::uint32_t bit, CUtensorMap* map, std::uint32_t* mapped);
 
 }  // namespace flashgrad::cuda

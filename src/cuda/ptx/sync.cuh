@@ -31,6 +31,14 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
                    : "memory");
 }
 
+// The two halves of cluster_sync_relaxed(): by whole warps, and other work may lie between them.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 // PTX ISA, "%cluster_ctarank".
 __device__ __forceinline__ std::uint32_t cluster_rank() {
   std::uint32_t rank;
@@ -105,6 +113,17 @@ __device__ __forceinline__ void reduce_release(std::uint32_t* address, std::uint
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// PTX ISA, "atom": adds, and returns what was there; orders memory both ways.
+__device__ __forceinline__ std::uint32_t add_acquire_release(std::uint32_t* address,
+                                                             std::uint32_t value) {
+  std::uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
 // The word at the same offset `address` in the shared memory of CTA `cta` of the cluster.
 __device__ __forceinline__ std::uint32_t load_from_cta(std::uint32_t address, std::uint32_t cta) {
   std::uint32_t value;
@@ -115,6 +134,14 @@ __device__ __forceinline__ std::uint32_t load_from_cta(std::uint32_t address, st
       : "r"(address), "r"(cta)
       : "memory");
   return value;
+}
+
+// The same object, of which the compiler computes nothing ahead: what it would keep, and spill.
+template <class T>
+__device__ __forceinline__ const T& opaque(const T& object) {
+  const T* address = &object;
+  asm volatile("" : "+l"(address));
+  return *address;
 }
 
 // Keeps registers where they are: the compiler may not move their computation across this point.

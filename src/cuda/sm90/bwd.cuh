@@ -56,10 +56,19 @@ __device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapp
   }
 }
 
-// A tile as prepare has described it. By a warp.
+// A tile as prepare has described it, by a warp. Where units are served, rows_ready may have changed
+// since; if it is set, the rows are seen.
+template <bool kServesUnits>
 __device__ __forceinline__ void load_tile(KeyTile* tile, const KeyTile* from) {
-  for (unsigned i = threadIdx.x % 32; i < sizeof(KeyTile) / 4; i += 32) {
-    reinterpret_cast<std::uint32_t*>(tile)[i] = reinterpret_cast<const std::uint32_t*>(from)[i];
+  const unsigned lane = threadIdx.x % 32;
+  if (lane < sizeof(KeyTile) / 16) {
+    reinterpret_cast<uint4*>(tile)[lane] = reinterpret_cast<const uint4*>(from)[lane];
+  }
+  if constexpr (kServesUnits) {
+    __syncwarp();
+    if (lane == 0) {
+      tile->rows_ready = ptx::load_acquire(&from->rows_ready);
+    }
   }
 }
 
@@ -81,12 +90,18 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   const std::uint32_t ticket = base + C.ticket_offset();
   if (threadIdx.x == 0) {
     shared.init_barriers();
-  } else if (threadIdx.x == 32) {
+  }
+  if constexpr (C.cluster == 2 && !C.ordered) {
+    // The peer's barriers, which init_barriers has fenced, are waited for behind the tile.
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+  }
+  if (threadIdx.x == 32) {
     prefetch(maps, p.mapped);
   } else if (threadIdx.x / 32 == 4) {
     ptx::grid_dependency_wait();
     if constexpr (!C.ordered) {
-      load_tile(&tile, p.tiles + blockIdx.x);
+      load_tile<C.serves_units()>(&tile, p.tiles + blockIdx.x);
     } else if (threadIdx.x == 128 && rank == 0) {
       ptx::store_shared(ticket, atomicAdd(p.order.ticket, 1U));
     }
@@ -96,12 +111,12 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if constexpr (C.ordered) {
       ptx::cluster_sync();  // the ticket
     } else {
-      ptx::cluster_sync_relaxed();  // the barriers, which init_barriers has fenced
+      ptx::cluster_wait();
     }
   }
   if constexpr (C.ordered) {
     if (threadIdx.x / 32 == 4) {
-      load_tile(&tile, p.tiles + (ptx::load_from_cta(ticket, 0) * C.cluster + rank));
+      load_tile<false>(&tile, p.tiles + (ptx::load_from_cta(ticket, 0) * C.cluster + rank));
     }
     __syncthreads();
   }

@@ -58,7 +58,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       loader.place(tile.q_row, tile.batch_index, tile.q_row + tile.q_rows);
     }
     if constexpr (C.serves_units()) {
-      loader.all_readable = wait_for_rows<C>(p, unit_of(p, tile));
+      loader.all_readable = wait_for_rows<C>(p, tile);
     }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "cuda/common/launch.hpp"
-#include "cuda/common/tensor_map.hpp"
+#include "cuda/sm90/bwd_arguments.hpp"
 #include "cuda/sm90/bwd_finish.cuh"
 #include "cuda/sm90/bwd_kernels.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
@@ -109,50 +109,6 @@ Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
   }
 }
 
-// Of the tensor maps (tensor_map.hpp). Kernels without a cluster have five dimensions in all maps,
-// so that one instruction loads from either of the last two.
-enum class MapKind { k4d, k5d, kRagged };
-
-// A map of the tensor if the copy engine can address it; `bit` of `mapped` says so.
-Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows, std::uint32_t bit,
-                MapKind kind, CUtensorMap* map, std::uint32_t* mapped) {
-  if (!(kind == MapKind::kRagged ? cuda::can_map_ragged(tensor, extents)
-                                 : cuda::can_map(tensor, extents))) {
-    return {};
-  }
-  *mapped |= bit;
-  return kind == MapKind::kRagged
-             ? cuda::encode_ragged_map(tensor, extents, box_rows, map)
-             : cuda::encode_map(tensor, extents, box_rows, map, kind == MapKind::k4d ? 4 : 5);
-}
-
-// All four maps; K and V in boxes of `kv_rows`.
-Status make_maps(const Problem& p, const Args& args, int kv_rows, MapKind kind, BwdMaps* maps,
-                 std::uint32_t* mapped) {
-  const std::int64_t batch = p.packed ? 1 : p.batch;
-  FG_RETURN_IF_ERROR(make_map(args.q, {batch, p.seqlen_q, p.heads_q, p.head_dim}, kBlockM, kMapQ,
-                              kind, &maps->q, mapped));
-  FG_RETURN_IF_ERROR(make_map(args.k, {batch, p.seqlen_kv, p.heads_kv, p.head_dim}, kv_rows, kMapK,
-                              kind, &maps->k, mapped));
-  FG_RETURN_IF_ERROR(make_map(args.v, {batch, p.seqlen_kv, p.heads_kv, p.head_dim_v}, kv_rows,
-                              kMapV, kind, &maps->v, mapped));
-  return make_map(args.dout, {batch, p.seqlen_q, p.heads_q, p.head_dim_v}, kBlockM, kMapDout, kind,
-                  &maps->dout, mapped);
-}
-
-Scales make_scales(const Problem& p) {
-  constexpr double kLog2E = 1.4426950408889634;
-  Scales scales{static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2E), 0};
-  if (p.softcap > 0) {
-    scales.log2 = static_cast<float>(p.softcap * kLog2E);
-    scales.softcap = static_cast<float>(p.scale / p.softcap);
-  } else if (p.scale == 0) {
-    // Not 0, so that a masked logit of infinity stays one.
-    scales.log2 = std::numeric_limits<float>::min();
-  }
-  return scales;
-}
-
 RowInputs row_inputs(const Problem& p, const Args& args) {
   return {.head_dim_v = p.head_dim_v,
           .out = args.out,
@@ -164,26 +120,13 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
 
 BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& plan,
                            const RowStatistics& rows, float* dq_accumulator,
-                           const UnitPipeline& pipeline, const DqOrder& order, const KeyTile* tiles,
+                           const UnitPipeline& pipeline, const DqOrder& order, KeyTile* tiles,
                            const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
-  const Scales scales = make_scales(p);
-  BwdParams params{};
-  params.sequences = make_sequences(p, args);
-  params.heads_kv = p.heads_kv;
-  params.group = p.group();
-  params.head_dim = p.head_dim;
-  params.head_dim_v = p.head_dim_v;
+  BwdParams params = key_params(p, args, rows);
   params.num_kv_blocks = key_tiles_per_unit(p, plan);
   params.num_units = num_units(p);
   params.num_ctas = num_clusters(p, plan, pipeline) * kBwdConfigs[plan.variant].cluster;
-  params.q = args.q;
-  params.k = args.k;
-  params.v = args.v;
-  params.dout = args.dout;
-  params.dk = p.wants_dk ? args.dk : Tensor{};
-  params.dv = p.wants_dv ? args.dv : Tensor{};
-  params.rows = rows;
   params.inputs = row_inputs(p, args);
   params.dq_accumulator = dq_accumulator;
   params.pipeline = pipeline;
@@ -212,50 +155,28 @@ BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& pl
                 units_that_fill(static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
                                 static_cast<std::uint32_t>(
                                     params.max_round > 0 ? params.round : params.num_kv_blocks)));
-  params.scale = scales.scale;
-  params.scale_log2 = scales.log2;
-  params.scale_softcap = scales.softcap;
   return params;
 }
 
 Status run_main(const Problem& p, const Args& args, const BwdPlan& plan, BwdParams params) {
+  const BwdConfig& config = kBwdConfigs[plan.variant];
+  const cuda::MapKind kind = config.cluster > 1        ? cuda::MapKind::k4d
+                             : params.ragged_rows != 0 ? cuda::MapKind::kRagged
+                                                       : cuda::MapKind::k5d;
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, kBwdConfigs[plan.variant].block_n(),
-                               kBwdConfigs[plan.variant].cluster > 1 ? MapKind::k4d
-                               : params.ragged_rows != 0             ? MapKind::kRagged
-                                                                     : MapKind::k5d,
-                               &maps, &params.mapped));
+  FG_RETURN_IF_ERROR(make_maps(p, args, kBlockM, config.block_n(), kind, &maps, &params.mapped));
   return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
 Status run_query(const Problem& p, const Args& args, const BwdPlan& plan, const RowStatistics& rows,
                  int l2_bytes) {
-  const Scales scales = make_scales(p);
-  BwdQueryParams params{};
-  params.sequences = make_sequences(p, args);
-  params.heads_q = p.heads_q;
-  params.group = p.group();
-  params.head_dim = p.head_dim;
-  params.head_dim_v = p.head_dim_v;
-  params.num_q_tiles = num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, 128);
-  params.num_units = (p.packed ? 1 : p.batch) * p.heads_q;
+  BwdQueryParams params = query_params(p, args, rows, 128);
   // Heads whose keys and values stay in the L2 together.
   const std::int64_t key_head_bytes = p.seqlen_kv * 2 * (p.head_dim + p.head_dim_v);
   params.section = p.group() * std::max<std::int64_t>(
                                    1, l2_bytes / 2 / std::max<std::int64_t>(1, key_head_bytes));
-  params.q = args.q;
-  params.k = args.k;
-  params.v = args.v;
-  params.dout = args.dout;
-  params.dq = args.dq;
-  params.num_blocks = rows.num_blocks;
-  params.neg_lse_log2 = rows.neg_lse_log2;
-  params.neg_delta = rows.neg_delta;
-  params.scale = scales.scale;
-  params.scale_log2 = scales.log2;
-  params.scale_softcap = scales.softcap;
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, 64, MapKind::k4d, &maps, &params.mapped));
+  FG_RETURN_IF_ERROR(make_maps(p, args, kBlockM, 64, cuda::MapKind::k4d, &maps, &params.mapped));
   return launch_bwd_query(plan.padded_head_dim, p.softcap > 0, p.dtype, maps, params, args.stream);
 }
 
@@ -370,7 +291,7 @@ Status run(const Problem& p, const Args& args) {
         reinterpret_cast<std::uintptr_t>(args.workspace) + args.workspace_bytes;
     wide = make_wide_plan(p, device.num_multiprocessors,
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
-    FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, make_scales(p), order.ticket,
+    FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, order.ticket,
                                    reinterpret_cast<std::uint8_t*>(room), device));
   } else if (plan.has_main(p)) {
     FG_RETURN_IF_ERROR(run_main(p, args, plan, main));

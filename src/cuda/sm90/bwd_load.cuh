@@ -14,9 +14,8 @@ namespace flashgrad::sm90 {
 
 // All loads of a CTA, issued by one warp. What it must remember between steps is little, because
 // the dq warpgroup, to which the warp belongs, has few registers.
-// Shared is BwdShared or WideShared: stages, sizes, places and barriers. kHeadsInside is
-// StepWalk's.
-template <class Shared, bool kHeadsInside = false>
+// Shared is a BwdShared, kHeadsInside StepWalk's.
+template <class Shared, bool kHeadsInside>
 struct Loader {
   static constexpr int kBoxes = (Shared::kHeadDim + tile::kBoxColumns - 1) / tile::kBoxColumns;
 

@@ -114,10 +114,8 @@ __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& til
   constexpr int kColumns = C.dq_columns();
   constexpr int kPieces = C.cluster == 2 ? 1 : C.dq_pieces();
   const int first_piece = C.cluster == 2 ? rank : 0;
-  const bool wide = p.dq.dtype != DType::kF32 &&
-                    reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
-                    p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 &&
-                    p.dq.batch_stride % 8 == 0 && kColumns * (first_piece + kPieces) <= p.head_dim;
+  const bool wide = p.dq.dtype != DType::kF32 && has_aligned_rows(p.dq) &&
+                    kColumns * (first_piece + kPieces) <= p.head_dim;
   const int group = static_cast<int>(p.group);
 #pragma unroll 1
   for (int head = tile.head_kv * group; head < (tile.head_kv + 1) * group; ++head) {

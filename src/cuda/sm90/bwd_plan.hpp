@@ -30,9 +30,6 @@ constexpr bool wants_cluster(const BandMask& mask, bool packed, std::int64_t seq
   return !packed && seqlen_kv > 128 && (hides_nothing(mask) || (half && seqlen_q >= 4096));
 }
 
-// Head dims of bwd_wide.cuh and bwd_query.cuh.
-inline constexpr int kMaxHeadDim = 256;
-
 // The number of the narrowest variant that serves the problem, with clusters only where they pay,
 // or -1: then bwd_wide_launch.hpp does. Which ordered one depends on nothing that varies with the
 // batch.
@@ -113,7 +110,7 @@ inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
   plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
                          : width <= 64                          ? 64
                          : width <= 128                         ? 128
-                                                                : kMaxHeadDim;
+                                                                : 256;
   if (plan.variant < 0 || plan.ordered() || plan.separate_dq) {
     return plan;
   }

@@ -11,7 +11,7 @@
 // loads.
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per):
-//   q_full, do_full  1; loader -> consumers; once
+//   q_full, do_full  2; loader, for each half of the rows -> consumers; once
 //   k_full, v_full   1; loader -> consumers; step, stage = step mod kKStages, kVStages
 //   k_empty          8; consumer warps, after (7) -> loader; step
 //   v_empty          8; consumer warps, after (3) -> loader; step

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the roles of the backward's main kernel (bwd.cuh) share: the places in shared memory, the
-// barriers, rings of stages, and the walk over the steps.
+// What the roles of the backward's main kernel (bwd.cuh) share: the places in shared memory and the
+// barriers; and rings of stages.
 #pragma once
 
 #include "cuda/ptx/mbarrier.cuh"
@@ -18,7 +18,6 @@ struct BwdShared {
   static constexpr int kCluster = C.cluster;
   static constexpr int kQStages = C.q_stages;
   static constexpr int kDoStages = C.do_stages;
-  static constexpr bool kOrdered = C.ordered;
   static constexpr bool kMayBeRagged = C.cluster == 1;
 
   std::uint32_t base;

@@ -120,9 +120,7 @@ __device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float
                       ptx::pack<T>(d[8 * k + 6] * factor, d[8 * k + 7] * factor));
   }
   ptx::named_barrier_sync<128>(named_barrier);
-  const bool wide = reinterpret_cast<std::uintptr_t>(rows.out.data) % 16 == 0 &&
-                    rows.out.row_stride % 8 == 0 && rows.out.head_stride % 8 == 0 &&
-                    rows.out.batch_stride % 8 == 0;
+  const bool wide = has_aligned_rows(rows.out);
   auto* base = static_cast<std::uint16_t*>(rows.out.data);
   if (wide && rows.columns == kColumns) {
     copy_rows<kColumns, 0, kTileRows>(rows, staging, staging_row, thread);
@@ -176,10 +174,8 @@ __device__ __forceinline__ void store_registers(const float (&d)[kColumns / 2], 
   const int lane = thread % 32;
   const int q = lane % 4;
   const int r = thread / 32 * 16 + lane / 4;
-  const bool wide = rows.out.dtype != DType::kF32 &&
-                    reinterpret_cast<std::uintptr_t>(rows.out.data) % 16 == 0 &&
-                    rows.out.row_stride % 8 == 0 && rows.out.head_stride % 8 == 0 &&
-                    rows.out.batch_stride % 8 == 0 && rows.columns % 8 == 0;
+  const bool wide =
+      rows.out.dtype != DType::kF32 && has_aligned_rows(rows.out) && rows.columns % 8 == 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool exists = r + 8 * half < rows.count;

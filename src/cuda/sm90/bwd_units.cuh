@@ -55,7 +55,7 @@ __device__ __forceinline__ void count_warp(std::uint32_t* counter, int lane) {
   }
 }
 
-// Waits until the slot of the tile's own unit has been cleared.
+// Waits until the slot of a unit has been cleared.
 template <BwdConfig C>
 __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
   const int before = unit - p.pipeline.slots;
@@ -67,14 +67,44 @@ __device__ __forceinline__ void wait_for_slot(const BwdParams& p, int unit) {
 // Waits until the rows of the tile's own unit have been prepared; the copy engine may load them
 // then. Returns whether all are known to be readable.
 template <BwdConfig C>
-__device__ __forceinline__ bool wait_for_rows(const BwdParams& p, int unit) {
+__device__ __forceinline__ bool wait_for_rows(const BwdParams& p, const KeyTile& tile) {
+  const int unit = unit_of(p, tile);
   if (p.pipeline.lead == 0 || unit < p.pipeline.lead) {
     return false;
   }
-  const std::uint32_t seen =
-      wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), kServingWarps<C>);
+  bool readable = tile.rows_ready == kRowsReadable;
+  if (tile.rows_ready == 0) {
+    readable = (wait_for_all(unit_counter(p, unit, UnitPipeline::kPrepared), kServingWarps<C>) &
+                kSomeMarked) == 0;
+  }
   ptx::fence_proxy_async_global();
-  return (seen & kSomeMarked) == 0;
+  return readable;
+}
+
+// Counts this warp among those that have prepared a unit; the last one tells the unit's tiles, each
+// of which then needs no other look.
+template <BwdConfig C>
+__device__ __forceinline__ void count_prepared(const BwdParams& p, int unit, int lane) {
+  __syncwarp();
+  std::uint32_t before = 0;
+  if (lane == 0) {
+    before = ptx::add_acquire_release(unit_counter(p, unit, UnitPipeline::kPrepared), 1);
+  }
+  before = __shfl_sync(0xffffffffU, before, 0);
+  if ((before & ~kSomeMarked) != kServingWarps<C> - 1) {
+    return;
+  }
+  const std::uint32_t ready = (before & kSomeMarked) == 0 ? kRowsReadable : kRowsMarked;
+  const int num_tiles = static_cast<int>(p.num_kv_blocks) * C.cluster;
+  const std::int64_t first =
+      ServedOrder::cluster_of(unit, 0, p.section, p.num_kv_blocks, p.num_units);
+  const std::int64_t second =
+      ServedOrder::cluster_of(unit, 1, p.section, p.num_kv_blocks, p.num_units);
+  for (int i = lane; i < num_tiles; i += 32) {
+    KeyTile* const tile =
+        p.tiles + (first + i / C.cluster * (second - first)) * C.cluster + i % C.cluster;
+    ptx::store_release(&tile->rows_ready, ready);
+  }
 }
 
 // Prepares the rows of a unit, by `warps` warps, 16 rows each at a time.
@@ -133,10 +163,7 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   const int first_head = (unit - batch * heads_kv) * group;
   const auto q_rows = static_cast<int>(p.sequences.rows_q);
   const bool clear = p.pipeline.reused(unit, p.num_units);
-  const bool wide = p.dq.dtype != DType::kF32 &&
-                    reinterpret_cast<std::uintptr_t>(p.dq.data) % 16 == 0 &&
-                    p.dq.row_stride % 8 == 0 && p.dq.head_stride % 8 == 0 &&
-                    p.dq.batch_stride % 8 == 0 && C.head_dim == p.head_dim;
+  const bool wide = p.dq.dtype != DType::kF32 && has_aligned_rows(p.dq) && C.head_dim == p.head_dim;
   float* const unit_sums = p.dq_accumulator + std::int64_t{unit % p.pipeline.slots} *
                                                   (group * head_blocks) * (kBlockM * C.head_dim);
   const int items = 4 * kPieces * group * head_blocks;
@@ -212,10 +239,11 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int pa
     if ((half + warp) % 2 == 0) {
       if (p.pipeline.lead > 0 && later < p.num_units) {
         prepare_unit<T>(p, later, warp, kServingWarps<C>, lane);
-        count_warp(unit_counter(p, later, UnitPipeline::kPrepared), lane);
+        count_prepared<C>(p, later, lane);
       }
     } else if (p.pipeline.lag > 0 && earlier >= 0) {
       wait_for_all(unit_counter(p, earlier, UnitPipeline::kAdded), adding_warps<C>(p));
+      wait_for_slot<C>(p, earlier);  // as no tile of it did if none sees a row
       finish_unit<C, T>(p, earlier, warp, parts * kServingWarps<C>, lane);
       count_warp(unit_counter(p, earlier, UnitPipeline::kFinished), lane);
     }

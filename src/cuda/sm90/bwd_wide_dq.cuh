@@ -315,7 +315,9 @@ __global__ __launch_bounds__(kWideDqThreads,
     } else if (warp == 9 && lane == 0) {
       rounds.schedule<kCluster>(
           p.ticket, static_cast<std::uint32_t>(pass.num_units * p.group * p.num_q_tiles), rank,
-          tiles, [&](std::int64_t cta) { return wide_dq_tile<kD, kCluster>(p, pass, cta); });
+          tiles, [&](std::int64_t cta, WideDqTile& tile) {
+            tile = wide_dq_tile<kD, kCluster>(p, pass, cta);
+          });
     }
   } else {
     ptx::registers_increase<kWideDqRegisters>();

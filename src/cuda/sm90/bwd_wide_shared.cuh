@@ -8,6 +8,11 @@
 
 namespace flashgrad::sm90 {
 
+// Named barriers. P's slot i is full: slots() from the last of them on.
+inline constexpr int kPEpilogueBarrier = 1;
+inline constexpr int kDsEpilogueBarrier = 2;
+inline constexpr int kPFullBarrier = 3;
+
 // Shared memory of one CTA: addresses from the offsets in WideConfig.
 template <int kD, int kDv, int kClusterSize, bool kSoftcap>
 struct WideShared {
@@ -40,8 +45,7 @@ struct WideShared {
   static constexpr int kQEmpty = kQFull + kQStages * kQPieces;
   static constexpr int kDoFull = kQEmpty + kQStages;
   static constexpr int kDoEmpty = kDoFull + kDoStages * kDoPieces;
-  static constexpr int kPFull = kDoEmpty + kDoStages;
-  static constexpr int kPEmpty = kPFull + kSlots;
+  static constexpr int kPEmpty = kDoEmpty + kDoStages;
   static constexpr int kRounds = kPEmpty + kSlots;
   static constexpr int kPRegisters = kConfig.p_registers();
   static constexpr int kDsRegisters = kConfig.ds_registers();
@@ -92,13 +96,15 @@ struct WideShared {
   __device__ std::uint32_t dk_staging() const {
     return kAhead ? base + kConfig.staging_offset() + kConfig.do_bytes() : q(0);
   }
-  __device__ std::uint32_t p_full(int i) const { return barrier(kPFull + i); }
   __device__ std::uint32_t p_empty(int i) const { return barrier(kPEmpty + i); }
 
   __device__ void init_barriers() const {
     for (int i = 0; i < kRounds; ++i) {
-      const bool stage_empty = (i >= kQEmpty && i < kDoFull) || (i >= kDoEmpty && i < kPFull);
-      ptx::mbarrier_init(barrier(i), stage_empty ? 8 * kCluster : i >= kPFull ? 4 : i == 1 ? 8 : 1);
+      const bool stage_empty = (i >= kQEmpty && i < kDoFull) || (i >= kDoEmpty && i < kPEmpty);
+      ptx::mbarrier_init(barrier(i), stage_empty    ? 8 * kCluster
+                                     : i >= kPEmpty ? 4
+                                     : i == 1       ? 8
+                                                    : 1);
     }
     rounds().init_barriers();
     ptx::fence_mbarrier_init();

@@ -213,25 +213,19 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
             s, &rows, rescale, row_keys, n * C.block_n + key_in_block, p);  // (2)
         ptx::pin(s);
         if constexpr (C.late_wait) {
-          // The branch around the waits keeps ptxas from moving them ahead of the exponentials.
-          if (grown) {
+          // Once: in straight code ptxas moves the wait ahead of the exponentials.
+          do {
             ptx::wgmma_wait<0>();
-            ptx::pin(o);
-            rescale_out();
-          } else {
-            ptx::wgmma_wait<0>();
-            ptx::pin(o);
-          }
-          release(shared.v_empty(before.stage()));
+          } while (n < 0);
         } else {
           // ptxas moves this wait and the release up to the maxima. V is free early then, and other
           // consumers' products cover the rest.
           ptx::wgmma_wait<0>();
-          ptx::pin(o);
-          release(shared.v_empty(before.stage()));
-          if (grown) {
-            rescale_out();
-          }
+        }
+        ptx::pin(o);
+        release(shared.v_empty(before.stage()));
+        if (grown) {
+          rescale_out();
         }
         ptx::pin(s);
         ring.advance();

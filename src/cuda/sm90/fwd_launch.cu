@@ -53,25 +53,6 @@ std::size_t workspace_end(const Problem& p, int block_m) {
   return kPackedTiles + round_up(static_cast<std::size_t>(tiles) * sizeof(PackedTile));
 }
 
-cuda::Extents query_extents(const Problem& p) {
-  return {p.packed ? 1 : p.batch, p.seqlen_q, p.heads_q, p.head_dim};
-}
-cuda::Extents key_extents(const Problem& p) {
-  return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim};
-}
-cuda::Extents value_extents(const Problem& p) {
-  return {p.packed ? 1 : p.batch, p.seqlen_kv, p.heads_kv, p.head_dim_v};
-}
-
-Status make_map(const Tensor& tensor, const cuda::Extents& extents, int box_rows, std::uint32_t bit,
-                CUtensorMap* map, std::uint32_t* mapped) {
-  if (!cuda::can_map(tensor, extents)) {
-    return {};
-  }
-  *mapped |= bit;
-  return cuda::encode_map(tensor, extents, box_rows, map);
-}
-
 // Of k and v for each key.
 std::int64_t bytes_per_key(const Problem& p) { return (p.head_dim + p.head_dim_v) * 2; }
 
@@ -192,12 +173,13 @@ Status launch_forward(const Problem& p, const Args& args) {
   params.v = args.v;
   FwdMaps maps{};
   if (p.seqlen_kv > 0 && p.batch > 0) {
-    FG_RETURN_IF_ERROR(
-        make_map(params.q, query_extents(p), config.block_m(), kFwdMapQ, &maps.q, &params.mapped));
-    FG_RETURN_IF_ERROR(
-        make_map(params.k, key_extents(p), config.block_n, kFwdMapK, &maps.k, &params.mapped));
-    FG_RETURN_IF_ERROR(
-        make_map(params.v, value_extents(p), config.block_n, kFwdMapV, &maps.v, &params.mapped));
+    const auto map = [&](const Tensor& tensor, const cuda::Extents& extents, int box_rows,
+                         std::uint32_t bit, CUtensorMap* to) {
+      return cuda::make_map(tensor, extents, box_rows, cuda::MapKind::k4d, bit, to, &params.mapped);
+    };
+    FG_RETURN_IF_ERROR(map(params.q, cuda::q_extents(p), config.block_m(), kFwdMapQ, &maps.q));
+    FG_RETURN_IF_ERROR(map(params.k, cuda::k_extents(p), config.block_n, kFwdMapK, &maps.k));
+    FG_RETURN_IF_ERROR(map(params.v, cuda::v_extents(p), config.block_n, kFwdMapV, &maps.v));
   }
   params.next_work = reinterpret_cast<std::uint32_t*>(start + kNextWork);
   auto* const num_packed_tiles = reinterpret_cast<std::uint32_t*>(start + kNumPackedTiles);

@@ -9,11 +9,12 @@
 #include "cuda/sm90/packed_order.hpp"
 #include "cuda/sm90/params.hpp"
 #include "cuda/sm90/sequences.cuh"
+#include "cuda/sm90/wide_pass.hpp"
 
 namespace flashgrad::sm90 {
 
 // Kept in shared memory; 32 bits suffice because supports() refuses 2^30 rows and more.
-struct KeyTile {
+struct alignas(16) KeyTile {
   int num_steps;  // query blocks times query heads of the group
   int m_begin;    // query blocks, walked from m_start down to m_begin, then from m_end - 1 down
   int m_end;
@@ -27,7 +28,7 @@ struct KeyTile {
   int live_begin;     // keys of the tile that some query sees; the others are not to be read
   int live_end;
   int has_dead_keys;    // 1 if a key that is not live exists in the tensors
-  int peer_live_begin;  // the same of the cluster's other tile
+  int peer_live_begin;  // the same of the cluster's other tile, in bwd.cuh
   int peer_live_end;
   int landing_parity[3];  // of the loader's own barriers
   // The band, relative to the tile: query i sees key j of the tile iff i + lo <= j <= i + hi, j <
@@ -46,10 +47,13 @@ struct KeyTile {
   // Query blocks [full_begin, full_end) need no mask for the tile's 64-key block of this index.
   int full_begin[4];
   int full_end[4];
-  // Query blocks [seen_begin, seen_end) see keys of the tile's 64-key block of this index, the
-  // first of a consumer.
+  // Of tiles in which each consumer has one block of 64 keys: query blocks [seen_begin, seen_end)
+  // see keys of the block of this index.
   int seen_begin[2];
   int seen_end[2];
+  // Where units are served (unit_pipeline.hpp): set once those of the unit's rows are prepared that
+  // others prepare; 0 is no answer.
+  std::uint32_t rows_ready;
 };
 
 constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t high) {
@@ -82,14 +86,15 @@ FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::int64_t key
           static_cast<std::int32_t>(unit % heads)};
 }
 
-// The tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA of the
-// cluster needs.
-FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm& form,
-                                          const PackedTile& place, std::int64_t rank) {
+// Fills in the tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA
+// of the cluster needs.
+FG_HOST_DEVICE inline void describe_key_tile(const BwdParams& p, const KeyTileForm& form,
+                                             const PackedTile& place, std::int64_t rank,
+                                             KeyTile& tile) {
   const std::int64_t block_n = form.block_n;
   const std::int64_t cluster_n = block_n * form.cluster;
   const Sequences& s = p.sequences;
-  KeyTile tile{};
+  tile = {};
   const std::int64_t span = place.span;
   const std::int64_t block = place.block;
   const SequenceSpan sequence = sequence_span(s, span);
@@ -122,7 +127,7 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
     return *live_begin > 0 || *live_end < existing;
   };
   tile.has_dead_keys = has_dead_keys(begin, &tile.live_begin, &tile.live_end) ? 1 : 0;
-  if (form.cluster == 2) {
+  if (form.cluster == 2 && form.block_n != kWideKeys) {  // bwd.cuh loads keys of the other, too
     tile.has_dead_keys |= has_dead_keys(cluster_begin + (1 - rank) * block_n, &tile.peer_live_begin,
                                         &tile.peer_live_end)
                               ? 1
@@ -140,7 +145,8 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
     tile.full_end[i] = static_cast<int>(
         full.end == band.seqlen_q ? (full.end + kBlockM - 1) / kBlockM : full.end / kBlockM);
   }
-  for (int i = 0; i < 2; ++i) {
+  constexpr int kConsumers = BwdConfig::kConsumers;
+  for (int i = 0; i < kConsumers && form.block_n == kConsumers * 64; ++i) {
     const Range seen =
         band.q_range(begin + std::int64_t{64} * i, begin + std::int64_t{64} * (i + 1));
     tile.seen_begin[i] = seen.empty() ? 0 : static_cast<int>(seen.begin / kBlockM);
@@ -184,15 +190,13 @@ FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm&
       }
     }
   }
-  return tile;
 }
 
-// Tile `cta` of a launch in the order of section_order.hpp.
-template <int kBlockN, int kCluster, bool kOrdered = false>
-FG_HOST_DEVICE inline KeyTile key_tile(const BwdParams& p, std::int64_t cta) {
-  const auto index = static_cast<std::uint32_t>(cta) / std::uint32_t{kCluster};
-  return key_tile_at(p, {kBlockN, kCluster, kOrdered},
-                     tile_place(p, std::int64_t{kBlockN} * kCluster, index), cta % kCluster);
+FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm& form,
+                                          const PackedTile& place, std::int64_t rank) {
+  KeyTile tile;
+  describe_key_tile(p, form, place, rank, tile);
+  return tile;
 }
 
 // How the tiles of the main kernel come to be described before it runs.

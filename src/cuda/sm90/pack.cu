@@ -49,13 +49,10 @@ struct Input {
 };
 
 std::array<Input, 4> inputs(const Problem& p, Pass pass) {
-  const std::int64_t batch = p.packed ? 1 : p.batch;
-  return {{{&Args::q, p.unaligned_q, {batch, p.seqlen_q, p.heads_q, p.head_dim}},
-           {&Args::k, p.unaligned_k, {batch, p.seqlen_kv, p.heads_kv, p.head_dim}},
-           {&Args::v, p.unaligned_v, {batch, p.seqlen_kv, p.heads_kv, p.head_dim_v}},
-           {&Args::dout,
-            pass == Pass::kBackward && p.unaligned_dout,
-            {batch, p.seqlen_q, p.heads_q, p.head_dim_v}}}};
+  return {{{&Args::q, p.unaligned_q, cuda::q_extents(p)},
+           {&Args::k, p.unaligned_k, cuda::k_extents(p)},
+           {&Args::v, p.unaligned_v, cuda::v_extents(p)},
+           {&Args::dout, pass == Pass::kBackward && p.unaligned_dout, cuda::out_extents(p)}}};
 }
 
 std::int64_t num_vectors(const cuda::Extents& e) { return e.batch * e.rows * e.heads; }

@@ -12,6 +12,12 @@ namespace flashgrad::sm90 {
 
 struct KeyTile;  // key_tile.cuh
 
+// Whether all rows of a tensor of 16-bit elements begin at multiples of 16 bytes.
+FG_HOST_DEVICE inline bool has_aligned_rows(const Tensor& t) {
+  const auto strides = static_cast<std::uintptr_t>(t.row_stride | t.head_stride | t.batch_stride);
+  return (reinterpret_cast<std::uintptr_t>(t.data) | 2 * strides) % 16 == 0;
+}
+
 // The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
 // through all spans (sequences.cuh).
 inline constexpr std::int32_t kHasNan = 2;
@@ -75,12 +81,13 @@ struct BwdParams {
   std::int64_t group;     // query heads per key head
   std::int64_t head_dim;  // as given; the kernel's own is padded
   std::int64_t head_dim_v;
+  // Of bwd.cuh:
   std::int64_t num_kv_blocks;  // per unit
   std::int64_t num_units;      // key heads of a batch entry, or of the packed batch
   std::int64_t section;        // units whose tiles are launched together, longest tiles first
   std::int64_t round = 1;      // neighbouring tiles of a unit launched together
   // Of each CTA in the order of the launch, described by prepare; null: no bwd.cuh.
-  const KeyTile* tiles;
+  KeyTile* tiles;
   // For what the copy engine can't address (bit i of `mapped` clear): q, k, v, dout as they are.
   Tensor q, k, v, dout;
   std::uint32_t mapped;  // bits kMapQ...

@@ -12,10 +12,10 @@
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
-// Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag, and a tile of unit
-// u for those who serve units u - lead and u - slots + lag. All of these have smaller numbers, and
-// CTAs start in the order of their numbers. Mostly nobody waits at all, since that many other tiles
-// have started since.
+// Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag and for those who
+// serve unit u - slots, and a tile of unit u for those who serve units u - lead and u - slots +
+// lag. All of these have smaller numbers, and CTAs start in the order of their numbers. Mostly
+// nobody waits at all, since that many other tiles have started since.
 #pragma once
 
 #include <algorithm>
@@ -27,6 +27,10 @@ namespace flashgrad::sm90 {
 
 // KeyTile::num_steps of a CTA that serves a unit.
 inline constexpr int kServesUnit = -1;
+
+// KeyTile::rows_ready.
+inline constexpr std::uint32_t kRowsReadable = 1;  // all of them
+inline constexpr std::uint32_t kRowsMarked = 2;    // some blocks are marked
 
 // In a unit's kPrepared: some of its blocks are marked in RowStatistics::unreadable.
 inline constexpr std::uint32_t kSomeMarked = 0x80000000U;
@@ -77,6 +81,16 @@ struct ServedOrder {
     } else {
       tile = section_begin * tiles + in_section - units;
     }
+  }
+
+  // The number of the cluster that computes tile `block` of unit `of`.
+  FG_HOST_DEVICE static constexpr std::int64_t cluster_of(std::int64_t of, std::int64_t block,
+                                                          std::int64_t section, std::int64_t tiles,
+                                                          std::int64_t num_units) {
+    const std::int64_t section_begin = of / section * section;
+    const std::int64_t left = num_units - section_begin;
+    const std::int64_t units = left < section ? left : section;
+    return section_begin * (tiles + 1) + (1 + block) * units + of - section_begin;
   }
 };
 

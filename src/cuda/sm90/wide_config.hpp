@@ -61,14 +61,14 @@ struct WideConfig {
   constexpr int lse_offset() const { return staging_offset() + staging_bytes(); }
   constexpr int delta_offset() const { return lse_offset() + statistics() * kBlockM * 4; }
   constexpr int barrier_offset() const { return delta_offset() + statistics() * kBlockM * 4; }
-  // Barriers: landing, done, then q_full, q_empty, do_full, do_empty, p_full, p_empty, rounds.
+  // Barriers: landing, done, then q_full, q_empty, do_full, do_empty, p_empty, rounds.
   constexpr int num_barriers() const {
     return 2 + kWideRoundBarriers + q_stages() * (q_pieces() + 1) +
-           do_stages() * (do_pieces() + 1) + 2 * slots();
+           do_stages() * (do_pieces() + 1) + slots();
   }
   // The number of the next tile, from the cluster's first CTA; then the tiles of two rounds.
   constexpr int number_offset() const { return barrier_offset() + 8 * num_barriers(); }
-  constexpr int info_offset() const { return number_offset() + 8; }
+  constexpr int info_offset() const { return (number_offset() + 8 + 15) / 16 * 16; }
   constexpr int shared_bytes() const {
     return info_offset() + 2 * static_cast<int>(sizeof(WideTile));
   }
@@ -96,7 +96,7 @@ struct WideDqConfig {
   constexpr int num_barriers() const { return 2 * stages() + 1 + kWideRoundBarriers; }
   // The number of the next tile, from the cluster's first CTA.
   constexpr int number_offset() const { return barrier_offset() + 8 * num_barriers(); }
-  constexpr int info_offset() const { return number_offset() + 8; }
+  constexpr int info_offset() const { return (number_offset() + 8 + 15) / 16 * 16; }
   constexpr int shared_bytes() const {
     return info_offset() + 2 * static_cast<int>(sizeof(WideDqTile)) + tile::kTileAlignment;
   }

@@ -110,6 +110,12 @@ inline std::int64_t preferred_wide_room(const Problem& p, int num_multiprocessor
   return make_wide_plan(p, num_multiprocessors, room).bytes();
 }
 
+// Units whose tiles of keys are launched together: their q and dout stay in the L2.
+inline std::int64_t wide_key_section(const Problem& p, std::int64_t l2_bytes) {
+  const std::int64_t unit_bytes = p.group() * p.seqlen_q * 2 * (p.head_dim + p.head_dim_v);
+  return std::max<std::int64_t>(1, l2_bytes * 8 / 15 / std::max<std::int64_t>(1, unit_bytes));
+}
+
 // Query heads whose tiles of dq are launched together: their k stays in the L2, beside dS that
 // passes through it. H200, d192/128 causal 4k: 762 -> 622 MB read from DRAM.
 inline std::int64_t wide_dq_section(const Problem& p, std::int64_t l2_bytes) {

@@ -56,8 +56,9 @@ struct WideRounds {
     }
   }
 
-  // The scheduler, from round 1 on. `ticket` counts what clusters take beyond their first tile;
-  // with the one that finds nothing they take num_tiles in all, after which it is 0 again.
+  // The scheduler, from round 1 on; describe(cta, tile) fills in what a CTA makes. `ticket` counts
+  // what clusters take beyond their first tile; with the one that finds nothing they take num_tiles
+  // in all, after which it is 0 again.
   template <int kCluster, class Tile, class Describe>
   __device__ __forceinline__ void schedule(std::uint32_t* ticket, std::uint32_t num_tiles, int rank,
                                            Tile* tiles, Describe&& describe) const {
@@ -82,7 +83,7 @@ struct WideRounds {
         ptx::mbarrier_wait(tile_empty(round), static_cast<std::uint32_t>(round / 2 - 1) & 1U);
       }
       if (taken < num_tiles) {
-        tiles[round % 2] = describe(std::int64_t{taken} * kCluster + rank);
+        describe(std::int64_t{taken} * kCluster + rank, tiles[round % 2]);
       } else {
         tiles[round % 2].exists = 0;
       }

@@ -22,53 +22,59 @@ struct WideTile {
   int to_next_head;    // from the image of a head's last step to that of the next head's first
 };
 
-// The tile of a CTA. num_steps is -1 if another pass makes its keys. Tiles are launched in sections
-// of units, in each by ascending keys: for causal masks the longest come first, and the live q and
-// dout of a section fit the L2.
+// Fills in the tile of a CTA. num_steps is -1 if another pass makes its keys. Tiles are launched in
+// sections of units, in each by ascending keys: for causal masks the longest come first, and the
+// live q and dout of a section fit the L2.
 template <int kCluster>
-FG_HOST_DEVICE inline WideTile wide_tile(const BwdParams& p, const WidePass& pass,
-                                         std::int64_t cta) {
+FG_HOST_DEVICE inline void describe_wide_tile(const BwdParams& p, const WidePass& pass,
+                                              std::int64_t cta, WideTile& tile) {
   // 32 bits: there are fewer than 2^31 CTAs, and a 64-bit division takes four times as long.
   const auto to_u32 = [](std::int64_t x) { return static_cast<std::uint32_t>(x); };
-  const std::int64_t rank = cta % kCluster;
+  const auto to_int = [](std::int64_t x) { return static_cast<int>(x); };
+  const int rank = to_int(cta % kCluster);
   const std::uint32_t index = to_u32(cta) / kCluster;
   const std::uint32_t first =
       index / to_u32(pass.section * pass.num_key_tiles) * to_u32(pass.section);
   const std::uint32_t in_section = index - first * to_u32(pass.num_key_tiles);
   const std::uint32_t after = to_u32(pass.num_units) - first;
   const std::uint32_t units = after < to_u32(pass.section) ? after : to_u32(pass.section);
-  const std::int64_t local_unit = first + in_section % units;
+  const std::uint32_t local_unit = first + in_section % units;
+  const std::uint32_t unit = to_u32(pass.first_unit) + local_unit;
+  const std::uint32_t heads_kv = to_u32(p.heads_kv);
   const Sequences& s = p.sequences;
-  // Of the cluster's keys, counted in blocks of the cluster from the beginning of the sequence, and
-  // through all spans if packed.
-  std::int64_t block = in_section / units;
-  std::int64_t in_sequence = block;
+  // The batch entry, or the span of a packed batch; and the cluster's keys, counted in blocks of
+  // the cluster from the beginning of the sequence.
+  PackedTile place{to_int(unit / heads_kv), to_int(in_section / units), to_int(unit % heads_kv)};
   if (s.packed()) {
     constexpr int kClusterKeys = kWideKeys * kCluster;
-    const std::int64_t span =
-        span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, block, kClusterKeys);
-    in_sequence -= first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, span, kClusterKeys);
+    place.span =
+        to_int(span_of_block(s.cu_seqlens_kv, s.batch, s.rows_kv, place.block, kClusterKeys));
+    place.block -=
+        to_int(first_block(s.cu_seqlens_kv, s.batch, s.rows_kv, place.span, kClusterKeys));
   } else {
-    in_sequence = block += pass.key_begin / kCluster;
+    place.block += to_int(pass.key_begin) / kCluster;
   }
-  WideTile tile{};
   tile.exists = 1;
-  tile.keys = key_tile<kWideKeys, kCluster>(
-      p, ((pass.first_unit + local_unit) * p.num_kv_blocks + block) * kCluster + rank);
-  const std::int64_t n = in_sequence * kCluster - pass.key_begin;
+  describe_key_tile(p, {kWideKeys, kCluster, false}, place, rank, tile.keys);
+  const int key_count = to_int(pass.key_count);
+  const int n = place.block * kCluster - to_int(pass.key_begin);
   // Every launch meets all keys of a packed batch; those that no query sees, also outside of every
   // sequence, are the first pass's.
-  const bool elsewhere =
-      tile.keys.num_steps > 0 ? n < 0 || n >= pass.key_count : pass.key_begin > 0;
+  const bool elsewhere = tile.keys.num_steps > 0 ? n < 0 || n >= key_count : pass.key_begin > 0;
   if (s.packed() && elsewhere) {
     tile.keys.num_steps = -1;
   }
-  const std::int64_t m = (s.packed() ? tile.keys.q_block : 0) + std::int64_t{tile.keys.m_end} - 1;
-  tile.image = static_cast<int>((local_unit * p.group * pass.blocks_per_head + m) * pass.key_count +
-                                n + rank);
-  tile.to_block_below = static_cast<int>(-pass.key_count);
-  tile.to_next_head = static_cast<int>(
-      (pass.blocks_per_head + tile.keys.m_end - 1 - tile.keys.m_begin) * pass.key_count);
+  const int blocks_per_head = to_int(pass.blocks_per_head);
+  const int m = (s.packed() ? tile.keys.q_block : 0) + tile.keys.m_end - 1;
+  tile.image = (to_int(local_unit) * to_int(p.group) * blocks_per_head + m) * key_count + n + rank;
+  tile.to_block_below = -key_count;
+  tile.to_next_head = (blocks_per_head + tile.keys.m_end - 1 - tile.keys.m_begin) * key_count;
+}
+
+template <int kCluster>
+inline WideTile wide_tile(const BwdParams& p, const WidePass& pass, std::int64_t cta) {
+  WideTile tile;
+  describe_wide_tile<kCluster>(p, pass, cta, tile);
   return tile;
 }
 

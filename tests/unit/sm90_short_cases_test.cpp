@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// The short table under compute-sanitizer (tests/cuda/sanitize.sh) reaches every backward kernel on
+// a device of 132 multiprocessors.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "../cuda/backward_case.hpp"
+#include "cuda/sm90/bwd_plan.hpp"
+
+namespace flashgrad {
+namespace {
+
+TEST(Sm90ShortCases, ReachEveryKernel) {
+  std::set<int> main_kernels, finished_widths;
+  std::set<int> served;                     // main kernels whose tiles prepare and finish units
+  std::set<std::pair<int, bool>> dq_alone;  // padded width, softcap
+  std::set<std::pair<int, int>> wide;       // with room for dS and without it
+  for (const Case& c : short_cases()) {
+    Problem p = c.p;
+    if (!c.lens_q.empty()) {
+      p.packed = true;
+      p.batch = static_cast<std::int64_t>(c.lens_q.size());
+      p.seqlen_q = p.seqlen_kv = 400;
+    }
+    const sm90::BwdPlan plan = sm90::make_plan(p, 132);
+    if (plan.has_main(p)) {
+      main_kernels.insert(plan.variant);
+    }
+    if (plan.units.lag > 0 && plan.units.lead > 0) {
+      served.insert(plan.variant);
+      EXPECT_GT(sm90::num_units(p), plan.units.slots) << "no unit has its slot after another";
+    } else if (plan.accumulates_dq(p) && !plan.ordered()) {
+      finished_widths.insert(plan.padded_head_dim);
+    }
+    if (plan.separate_dq) {
+      dq_alone.insert({plan.padded_head_dim, p.softcap > 0});
+    }
+    if (plan.variant < 0 && p.wants_dk) {
+      wide.insert({static_cast<int>(p.head_dim), static_cast<int>(p.head_dim_v)});
+    }
+  }
+  for (int i = 0; i < sm90::kNumVariants; ++i) {
+    EXPECT_EQ(main_kernels.count(i), 1U) << "variant " << i;
+    EXPECT_EQ(served.count(i), sm90::kBwdConfigs[i].serves_units() ? 1U : 0U) << "variant " << i;
+  }
+  EXPECT_EQ(finished_widths, (std::set<int>{64, 96, 128}));
+  for (const int width : {64, 128, 256}) {
+    for (const bool softcap : {false, true}) {
+      EXPECT_EQ(dq_alone.count({width, softcap}), 1U) << width << (softcap ? " softcap" : "");
+    }
+  }
+  EXPECT_EQ(wide, (std::set<std::pair<int, int>>{{192, 128}, {192, 192}, {256, 256}}));
+}
+
+}  // namespace
+}  // namespace flashgrad
