@@ -99,7 +99,7 @@ class BackwardTiles {
     return std::move(tiles_);
   }
 
-  // As describe_cluster in bwd_prepare.cuh. Prerequisites as in bwd_units.cuh.
+  // As describe() in bwd_prepare.cuh. Prerequisites as in bwd_units.cuh.
   std::vector<WorkTile> served(const ServedUnits& units) {
     const auto unit_or_none = [&](std::int64_t unit) {
       return unit >= 0 && unit < params_.num_units ? unit : -1;

@@ -7,10 +7,29 @@
 #include <utility>
 
 #include "core/mask.hpp"
+#include "cuda/sm90/fwd_config.hpp"
 #include "cuda/sm90/fwd_schedule.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
+
+TEST(Sm90ForwardConfig, PiecesOfSharedMemoryFollowEachOther) {
+  for (const FwdConfig& c : kFwdConfigs) {
+    for (const int tile : {c.q_offset(), c.k_offset(), c.v_offset(), c.out_offset(),
+                           FwdConfig::bytes(16, c.head_dim_v)}) {
+      EXPECT_EQ(tile % tile::kTileAlignment, 0) << c.head_dim;
+    }
+    EXPECT_EQ(c.k_offset(), c.q_bytes());
+    EXPECT_EQ(c.v_offset(), c.k_offset() + c.k_stages * c.k_bytes());
+    EXPECT_EQ(c.out_offset(), c.v_offset() + c.v_stages * c.v_bytes());
+    // Out goes through shared memory in all kernels but those that leave no room for it.
+    EXPECT_EQ(c.stages_out(), c.head_dim_v <= 128) << c.head_dim;
+    EXPECT_EQ(c.row_keys_offset() - c.out_offset(), c.stages_out() ? c.out_bytes() : 0);
+    EXPECT_EQ(c.barrier_offset() % 8, 0);
+    EXPECT_EQ(c.shared_bytes(), c.barrier_offset() + 8 * c.num_barriers(c.tiles()));
+    EXPECT_LE(c.shared_bytes(), FwdConfig::kSharedBytes);
+  }
+}
 
 TEST(Sm90ForwardOrder, RunsEveryTileOnce) {
   for (const std::int64_t units : {1, 2, 5, 16, 37}) {

@@ -161,7 +161,8 @@ TEST(Sm90Units, FindTheClustersOfTheirTiles) {
         const ServedOrder order(ServedOrder::cluster_of(u, block, s.section, s.tiles, s.units),
                                 s.section, s.tiles, s.units, 1);
         ASSERT_EQ(order.unit, -1);
-        const KeyTile tile = key_tile<kBlockN, 1>(p, order.tile);
+        const PackedTile place = tile_place(p, kBlockN, static_cast<std::uint32_t>(order.tile));
+        const KeyTile tile = key_tile_at(p, {kBlockN, 1, false}, place, 0);
         EXPECT_EQ(tile.batch_index, u);
         EXPECT_EQ(tile.kv_row, block * kBlockN);
       }

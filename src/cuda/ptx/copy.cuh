@@ -42,6 +42,17 @@ __device__ __forceinline__ void tensor_load_multicast(std::uint32_t destination,
       : "memory");
 }
 
+// A box of shared memory into a 4-d tensor, without what lies outside of it; completion by bulk
+// groups.
+__device__ __forceinline__ void tensor_store(const CUtensorMap* map, std::uint32_t source, int c0,
+                                             int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(map),
+      "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // PTX ISA, "prefetch.tensormap".
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -65,6 +65,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// PTX ISA, "lg2": log2 x, within 2^-22 of it, or of 1 where that is more; -inf for 0.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// PTX ISA, "rcp": 1 / x, 1 ulp; NaN for NaN.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // PTX ISA, "cvt": two f32 to packed 16-bit, round to nearest even; `low` in the low half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack(float low, float high) {
@@ -75,6 +89,19 @@ __device__ __forceinline__ std::uint32_t pack(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+}
+
+// PTX ISA, "fma": a * b + c of packed pairs of 16-bit floats.
+template <class T>
+__device__ __forceinline__ std::uint32_t fma_pairs(std::uint32_t a, std::uint32_t b,
+                                                   std::uint32_t c) {
+  std::uint32_t result;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  }
+  return result;
 }
 
 template <class T>

@@ -94,16 +94,16 @@ PackedPass make_packed_pass(const Problem& p, const BwdPlan& plan,
           .max_round = plan.ordered() ? max_round(p, cluster, device) : 0};
 }
 
-template <class Out>
+template <class T>
 Status launch_finish(int head_dim, const cuda::LaunchShape& shape, void* stream,
                      const BwdFinishParams& params) {
   switch (head_dim) {
     case 64:
-      return cuda::launch("sm90 backward finish", bwd_finish<Out, 64>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<T, 64>, shape, stream, params);
     case 96:
-      return cuda::launch("sm90 backward finish", bwd_finish<Out, 96>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<T, 96>, shape, stream, params);
     case 128:
-      return cuda::launch("sm90 backward finish", bwd_finish<Out, 128>, shape, stream, params);
+      return cuda::launch("sm90 backward finish", bwd_finish<T, 128>, shape, stream, params);
     default:
       return {FG_INTERNAL_ERROR, "sm90 backward: no finish for this head_dim"};
   }
@@ -241,11 +241,9 @@ Status run(const Problem& p, const Args& args) {
 
   // Of whole batch entries, which hold the units that are not prepared later.
   const std::int64_t prepare_ctas =
-      pipeline.lead == 0
-          ? q_tiles
-          : std::min(q_tiles, (std::max(pipeline.lead, pipeline.lag > 0 ? pipeline.slots : 0) +
-                               p.heads_kv - 1) /
-                                  p.heads_kv * pipeline.head_blocks * p.heads_q);
+      pipeline.lead == 0 ? q_tiles
+                         : std::min(q_tiles, (pipeline.lead + p.heads_kv - 1) / p.heads_kv *
+                                                 pipeline.head_blocks * p.heads_q);
   BwdParams main{};
   KeyTileParams tiles{};
   if (plan.has_main(p)) {
@@ -277,14 +275,15 @@ Status run(const Problem& p, const Args& args) {
                                  .head_dim = p.head_dim};
   if (tiles.packed_tiles != nullptr) {
     FG_RETURN_IF_ERROR(cuda::launch("sm90 backward order", bwd_packed_order,
-                                    {.num_ctas = 1, .num_threads = kPrepareThreads}, args.stream,
-                                    main.sequences, tiles));
+                                    {.num_ctas = 1, .num_threads = kPackedOrderThreads},
+                                    args.stream, main.sequences, tiles));
   }
-  FG_RETURN_IF_ERROR(cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                                  {.num_ctas = key_tile_ctas(tiles) + prepare_ctas,
-                                   .num_threads = kPrepareThreads,
-                                   .overlaps_predecessor = tiles.packed_tiles != nullptr},
-                                  args.stream, prepare, main, tiles));
+  FG_RETURN_IF_ERROR(
+      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                   {.num_ctas = key_tile_ctas(tiles) + prepare_ctas + zero_ctas(prepare),
+                    .num_threads = kPrepareThreads,
+                    .overlaps_predecessor = tiles.packed_tiles != nullptr},
+                   args.stream, prepare, main, tiles));
   WidePlan wide;
   if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
     const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
@@ -311,9 +310,7 @@ Status run(const Problem& p, const Args& args) {
                                  .scale = static_cast<float>(p.scale)};
     const cuda::LaunchShape shape{
         .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
-    FG_RETURN_IF_ERROR(p.dq_dtype == DType::kF32
-                           ? launch_finish<float>(plan.padded_head_dim, shape, args.stream, finish)
-                           : launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
+    FG_RETURN_IF_ERROR(launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
   }
   if (p.wants_dsinks) {
     const BwdSinksParams sinks{.num_blocks = layout.num_q_blocks,

@@ -3,49 +3,66 @@
 //   (1) delta_i = <dout_i, out_i>
 //   (2) neg_lse_log2_i = -lse_i * log2(e), neg_delta_i = dlse_i - delta_i
 //   (3) dsink_h += exp(sink_h - lse_i) * (dlse_i - delta_i), here summed over a block of 64 rows
-// and the block's dq accumulators are zeroed, or the counters of an ordered main kernel are set.
+// and the sums of dq become 0, or the counters of an ordered main kernel are set.
 // Where the main kernel serves units (unit_pipeline.hpp), only the first ones are prepared here.
-// Some CTAs list the main kernel's tiles. Rows that see nothing, and rows with an infinite lse, get
-// -inf and 0, whatever their out and dout; a block with such a row is marked, so that the main
-// kernel keeps its NaN away from the others.
+// Rows that see nothing, and rows with an infinite lse, get -inf and 0, whatever their out and
+// dout; a block with such a row is marked, so that the main kernel keeps its NaN away from the
+// others.
 //
-// The others: one CTA per (query block, head); 16 lanes read a row, 16 bytes each where strides
-// allow it.
+// | CTAs          | do                                                                          |
+// |---------------|-----------------------------------------------------------------------------|
+// | key_tile_ctas | describe the main kernel's tiles                                            |
+// | (the rest)    | a query block of a head each, a warp 16 rows                                |
+// | zero_ctas     | zeros; the last, since the memory takes reads and writes faster apart (H200,|
+// |               | 134 MB of each: 66 us one behind the other, 74 us mixed)                    |
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/bwd_rows.cuh"
 #include "cuda/sm90/config.hpp"
 #include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/packed_order.cuh"
 #include "cuda/sm90/params.hpp"
+#include "cuda/sm90/query_block.cuh"
 
 namespace flashgrad::sm90 {
 
-inline constexpr int kPrepareThreads = 256;
-inline constexpr int kPreparedRows = kBlockM * 16 / kPrepareThreads;  // by 16 lanes at once
+inline constexpr int kPrepareThreads = 128;
+inline constexpr int kPrepareWarps = kPrepareThreads / 32;
+static_assert(16 * kPrepareWarps == kBlockM);
+inline constexpr int kPackedOrderThreads = 256;
+inline constexpr int kZerosPerThread = 64;  // floats
 
-// CTAs of prepare that describe the main kernel's tiles, a thread a cluster of tiles.
+// Tiles that a warp describes, a lane each: that is a long way for a thread, and longer beside
+// lanes that go other ways. H200, full 1k, prepare: 2 lanes 19.2 us, 8 lanes 18.6, 32 lanes 23.9.
+inline constexpr int kDescribedPerWarp = 8;
+
+// CTAs of prepare that describe the main kernel's tiles.
 FG_HOST_DEVICE constexpr unsigned key_tile_ctas(const KeyTileParams& tiles) {
-  return tiles.tiles == nullptr ? 0 : (tiles.num_tiles + kPrepareThreads - 1) / kPrepareThreads;
+  constexpr unsigned kAtOnce = kPrepareWarps * kDescribedPerWarp;
+  return tiles.tiles == nullptr ? 0
+                                : (tiles.num_tiles * tiles.form.cluster + kAtOnce - 1) / kAtOnce;
 }
 
-// The tiles of a cluster, by one thread.
-__device__ __forceinline__ void describe_tiles(const BwdParams& main, const KeyTileParams& tiles,
-                                               std::uint32_t index, const PackedTile& place) {
-#pragma unroll 1
-  for (int rank = 0; rank < tiles.form.cluster; ++rank) {
-    tiles.tiles[index * tiles.form.cluster + rank] = key_tile_at(main, tiles.form, place, rank);
-  }
+// CTAs that write zeros.
+FG_HOST_DEVICE constexpr std::int64_t num_zeros(const BwdPrepareParams& p) {
+  return p.dq_accumulator == nullptr
+             ? 0
+             : p.pipeline.slots * p.group * p.pipeline.head_blocks * p.block_floats;
+}
+FG_HOST_DEVICE constexpr std::int64_t zero_ctas(const BwdPrepareParams& p) {
+  constexpr int kAtOnce = kPrepareThreads * kZerosPerThread;
+  return (num_zeros(p) + kAtOnce - 1) / kAtOnce;
 }
 
-// Cluster number `index` of the main kernel of a batch of fixed length. Where units are served
-// (unit_pipeline.hpp) each section begins with the clusters that do.
-__device__ __forceinline__ void describe_cluster(const BwdParams& main, const KeyTileParams& tiles,
-                                                 std::uint32_t index) {
+// CTA `rank` of cluster number `index` of the main kernel of a batch of fixed length. Where units
+// are served (unit_pipeline.hpp) each section begins with the clusters that do.
+__device__ __forceinline__ KeyTile describe(const BwdParams& main, const KeyTileForm& form,
+                                            std::uint32_t index, std::uint32_t rank) {
   std::int64_t number = index;
   if (main.pipeline.serves()) {
     const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
@@ -56,40 +73,31 @@ __device__ __forceinline__ void describe_cluster(const BwdParams& main, const Ke
       tile.batch_index = static_cast<int>(order.unit / main.heads_kv);
       tile.head_kv = static_cast<int>(order.unit % main.heads_kv);
       tile.turn = static_cast<int>(order.part);
-      for (int rank = 0; rank < tiles.form.cluster; ++rank) {
-        tiles.tiles[index * tiles.form.cluster + rank] = tile;
-      }
-      return;
+      return tile;
     }
     number = order.tile;
   }
-  describe_tiles(main, tiles, index,
-                 tile_place(main, std::int64_t{tiles.form.block_n} * tiles.form.cluster,
-                            static_cast<std::uint32_t>(number)));
+  return key_tile_at(main, form,
+                     tile_place(main, std::int64_t{form.block_n} * form.cluster,
+                                static_cast<std::uint32_t>(number)),
+                     rank);
 }
 
-// Cluster number `index` of a packed batch, in the order that bwd_packed_order has made.
-__device__ __forceinline__ void describe_packed_cluster(const BwdParams& main,
-                                                        const KeyTileParams& tiles,
-                                                        std::uint32_t index) {
-  if (index >= tiles.num_tiles) {
-    return;
-  }
-  if (index < *tiles.num_packed_tiles) {
-    describe_tiles(main, tiles, index, tiles.packed_tiles[index]);
-  } else {
-    for (int rank = 0; rank < tiles.form.cluster; ++rank) {
-      tiles.tiles[index * tiles.form.cluster + rank] = KeyTile{};  // no steps, writes no rows
-    }
-  }
+// The same of a packed batch, in the order that bwd_packed_order has made.
+__device__ __forceinline__ KeyTile describe_packed(const BwdParams& main,
+                                                   const KeyTileParams& tiles, std::uint32_t index,
+                                                   std::uint32_t rank) {
+  return index < *tiles.num_packed_tiles
+             ? key_tile_at(main, tiles.form, tiles.packed_tiles[index], rank)
+             : KeyTile{};  // no steps, writes no rows
 }
 
 // Puts the tiles of a packed batch in order; before prepare, one CTA.
-__global__ __launch_bounds__(kPrepareThreads) void bwd_packed_order(
+__global__ __launch_bounds__(kPackedOrderThreads) void bwd_packed_order(
     const __grid_constant__ Sequences sequences, const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
-  make_packed_order<kPrepareThreads>(tiles.packed, sequences, tiles.num_tiles, tiles.packed_tiles,
-                                     tiles.num_packed_tiles);
+  make_packed_order<kPackedOrderThreads>(tiles.packed, sequences, tiles.num_tiles,
+                                         tiles.packed_tiles, tiles.num_packed_tiles);
 }
 
 // dq = 0 in the rows of a block that no key reaches.
@@ -108,115 +116,242 @@ __device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const Sequen
   }
 }
 
+// 128 columns of out and dout in 16 rows, a lane's part: rows lane / 4 and 8 more, in each four
+// times 8 columns, those of the four lanes of a row next to each other.
+struct RowPieces {
+  uint4 out[2][4];
+  uint4 dout[2][4];
+};
+
+// 8 elements, as many as `count`, the others 0.
+template <class T>
+__device__ __forceinline__ uint4 gather_8(const T* from, std::int64_t stride, int count) {
+  std::uint32_t pairs[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) {
+      pairs[i / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(from)[i * stride]}
+                      << (i % 2 * 16);
+    }
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Loads columns from `column` on. `out` and `dout` are the lane's first row; rows from `left` on,
+// counted from there, are zeros.
+template <class T>
+__device__ __forceinline__ void load_pieces(RowPieces& pieces, const RowInputs& p, bool wide,
+                                            const T* out, const T* dout, int left, int column) {
+  const auto columns = static_cast<int>(p.head_dim_v);
+  const auto load = [&](auto&& load_8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int c = column + 32 * k;
+        pieces.out[i][k] = pieces.dout[i][k] = make_uint4(0, 0, 0, 0);
+        if (8 * i < left && c < columns) {
+          load_8(pieces.out[i][k], pieces.dout[i][k], 8 * i, c);
+        }
+      }
+    }
+  };
+  if (wide) {
+    load([&](uint4& x, uint4& y, int row, int c) {
+      x = __ldcs(reinterpret_cast<const uint4*>(out + row * p.out.row_stride + c));
+      y = *reinterpret_cast<const uint4*>(dout + row * p.dout.row_stride + c);
+    });
+  } else {
+    load([&](uint4& x, uint4& y, int row, int c) {
+      if (p.dout) {
+        x = gather_8(out + row * p.out.row_stride + c, 1, columns - c);
+        y = gather_8(dout + row * p.dout.row_stride + c * p.dout.dim_stride, p.dout.dim_stride,
+                     columns - c);
+      }
+    });
+  }
+}
+
+// Adds the products of 8 rows of dout and of out each, of whose 8 x 8 elements the diagonal is (1):
+// with scalar products the instructions take as long as the memory.
+template <class T>
+__device__ __forceinline__ void multiply_pieces(float (&products)[2][4], const RowPieces& pieces) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const uint4 a = pieces.dout[0][k];
+    const uint4 b = pieces.dout[1][k];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 x = pieces.out[i][k];
+      ptx::multiply_16x8<T>(products[i], a.x, b.x, a.y, b.y, x.x, x.y);
+      ptx::multiply_16x8<T>(products[i], a.z, b.z, a.w, b.w, x.z, x.w);
+    }
+  }
+}
+
 template <class T>
 __global__ __launch_bounds__(kPrepareThreads,
-                             3) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
+                             4) void bwd_prepare(const __grid_constant__ BwdPrepareParams p,
                                                  const __grid_constant__ BwdParams main,
                                                  const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / 32;
+  const int lane = thread % 32;
   const unsigned tile_ctas = key_tile_ctas(tiles);
+  const unsigned block_ctas = gridDim.x - tile_ctas - static_cast<unsigned>(zero_ctas(p));
   // A packed batch's come behind half of the others, when the order has long been made.
-  const unsigned before = tiles.packed_tiles != nullptr ? (gridDim.x - tile_ctas) / 2 : 0;
+  const unsigned before = tiles.packed_tiles != nullptr ? block_ctas / 2 : 0;
   if (blockIdx.x - before < tile_ctas) {
-    const std::uint32_t cluster = (blockIdx.x - before) * kPrepareThreads + threadIdx.x;
-    if (tiles.packed_tiles != nullptr) {
-      ptx::grid_dependency_wait();
-      describe_packed_cluster(main, tiles, cluster);
-    } else if (cluster < tiles.num_tiles) {
-      describe_cluster(main, tiles, cluster);
+    const unsigned tile = ((blockIdx.x - before) * kPrepareWarps + warp) * kDescribedPerWarp + lane;
+    const auto cluster = static_cast<unsigned>(tiles.form.cluster);
+    const unsigned index = tile / cluster;
+    if (lane < kDescribedPerWarp && index < tiles.num_tiles) {
+      if (tiles.packed_tiles != nullptr) {
+        ptx::grid_dependency_wait();
+        tiles.tiles[tile] = describe_packed(main, tiles, index, tile % cluster);
+      } else {
+        tiles.tiles[tile] = describe(main, tiles.form, index, tile % cluster);
+      }
     }
     return;
   }
   const unsigned index = blockIdx.x - (blockIdx.x < before ? 0 : tile_ctas);
+  if (index >= block_ctas) {
+    const std::int64_t begin = std::int64_t{index - block_ctas} * kPrepareThreads * kZerosPerThread;
+    const std::int64_t left = num_zeros(p) - begin;
+#pragma unroll
+    for (int i = 0; i < kZerosPerThread / 4; ++i) {
+      const int at = 4 * (i * kPrepareThreads + thread);
+      if (at < left) {
+        *reinterpret_cast<float4*>(p.dq_accumulator + begin + at) = make_float4(0, 0, 0, 0);
+      }
+    }
+    return;
+  }
   const auto heads = static_cast<unsigned>(p.heads_q);
   const std::int64_t block = index / heads;
   const std::int64_t head = index % heads;
   const Sequences& s = p.sequences;
-  const std::int64_t span = span_of_block(s.cu_seqlens_q, s.batch, s.rows_q, block, kBlockM);
-  const std::int64_t first = first_block(s.cu_seqlens_q, s.batch, s.rows_q, span, kBlockM);
-  const SequenceSpan sequence = sequence_span(s, span);
-  const std::int64_t row_begin = (block - first) * kBlockM;
+  const QueryBlock of = find_query_block(s, block);
+  const SequenceSpan& sequence = of.sequence;
   const std::int64_t slot = head * p.rows.num_blocks + block;
+  const auto heads_kv = heads / static_cast<unsigned>(p.group);
+  const std::int64_t unit = of.span * heads_kv + head / static_cast<unsigned>(p.group);
+  const bool prepares = p.pipeline.lead == 0 || unit < p.pipeline.lead;
 
-  if (p.order.counters != nullptr) {
-    const Range keys = sequence.band.kv_range(row_begin, row_begin + kBlockM);
-    if (threadIdx.x < 2) {
-      p.order.counters[2 * slot + threadIdx.x] =
-          kNothingYet | static_cast<std::uint32_t>(keys.begin / p.keys_per_turn);
-    }
-    if (keys.empty()) {
-      clear_dq(p, sequence, row_begin, head);
-    }
-  }
-  if (p.order.ticket != nullptr && index == 0 && threadIdx.x == 0) {
-    *p.order.ticket = 0;
-  }
-  const auto group = static_cast<unsigned>(p.group);
-  const auto head_kv = static_cast<unsigned>(head) / group;
-  const std::int64_t unit = s.packed() ? head_kv : span * (heads / group) + head_kv;
-  if (p.dq_accumulator != nullptr) {
-    // Slot u is unit u's at first.
-    if (unit < p.pipeline.slots) {
-      const std::int64_t in_head = s.packed() ? block : block - first;
-      float4* accumulator = reinterpret_cast<float4*>(
-          p.dq_accumulator +
-          ((unit * group + static_cast<unsigned>(head) % group) * p.pipeline.head_blocks +
-           in_head) *
-              p.block_floats);
-      for (int i = static_cast<int>(threadIdx.x); i < p.block_floats / 4; i += kPrepareThreads) {
-        accumulator[i] = make_float4(0, 0, 0, 0);
+  const std::int64_t row = of.row_begin() + 16 * warp + lane / 4;  // the lane's first, relative
+  const int left = prepares ? static_cast<int>(clamp_to(sequence.band.seqlen_q - row, 0, 16)) : 0;
+  const auto offset = [&](const Tensor& t) {
+    return t.offset(sequence.batch_index, sequence.q.begin + row, head);
+  };
+  const RowInputs& in = p.inputs;
+  const T* const out = static_cast<const T*>(in.out.data) + offset(in.out);
+  const T* const dout = static_cast<const T*>(in.dout.data) + offset(in.dout);
+  const bool wide = all_wide(in);
+  // Loads come first, also of rows that turn out not to count.
+  RowPieces pieces;
+  load_pieces(pieces, in, wide, out, dout, left, lane % 4 * 8);
+  const bool speaks = lane % 4 == lane / 8;  // gets diagonals of the products
+  float lse[2] = {INFINITY, INFINITY};
+  float dlse[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (speaks && 8 * i < left) {
+      lse[i] = static_cast<const float*>(in.lse.data)[offset(in.lse) + 8 * i * in.lse.row_stride];
+      if (in.dlse) {
+        dlse[i] =
+            static_cast<const float*>(in.dlse.data)[offset(in.dlse) + 8 * i * in.dlse.row_stride];
       }
     }
   }
-  const std::int64_t thread = std::int64_t{index} * kPrepareThreads + threadIdx.x;
-  const std::int64_t threads = std::int64_t{gridDim.x - tile_ctas} * kPrepareThreads;
+  const bool sees[2] = {!sequence.band.kv_range(row, row + 1).empty(),
+                        !sequence.band.kv_range(row + 8, row + 9).empty()};
+  // Rows past the end of the tensor, or the sequence, come as zeros from the copy engine.
+  const std::int64_t rows_end = (p.ragged ? sequence.q.end : s.rows_q) - sequence.q.begin;
+  const int left_to_load = static_cast<int>(clamp_to(rows_end - row, 0, 16));
+
+  if (p.order.counters != nullptr) {
+    const Range keys = sequence.band.kv_range(of.row_begin(), of.row_begin() + kBlockM);
+    if (thread < 2) {
+      p.order.counters[2 * slot + thread] =
+          kNothingYet |
+          static_cast<std::uint32_t>(keys.begin) / static_cast<std::uint32_t>(p.keys_per_turn);
+    }
+    if (keys.empty()) {
+      clear_dq(p, sequence, of.row_begin(), head);
+    }
+  }
+  if (p.order.ticket != nullptr && index == 0 && thread == 0) {
+    *p.order.ticket = 0;
+  }
+  const std::int64_t number = std::int64_t{index} * kPrepareThreads + thread;
+  const std::int64_t numbers = std::int64_t{block_ctas} * kPrepareThreads;
   if (p.pipeline.counters != nullptr) {
-    for (std::int64_t i = thread; i < p.num_units * UnitPipeline::kNumCounts; i += threads) {
+    for (std::int64_t i = number; i < p.num_units * UnitPipeline::kNumCounts; i += numbers) {
       p.pipeline.counters[i] = 0;
     }
   }
   if (p.pipeline.lead > 0) {
     // Who prepares later units only adds marks.
-    for (std::int64_t i = thread; i < p.heads_q * p.rows.num_blocks; i += threads) {
+    for (std::int64_t i = number; i < p.heads_q * p.rows.num_blocks; i += numbers) {
       const auto of_head = static_cast<unsigned>(i / p.rows.num_blocks);
       const auto of_block = static_cast<unsigned>(i % p.rows.num_blocks);
       const unsigned batch = of_block / static_cast<unsigned>(p.pipeline.head_blocks);
-      if (batch * (heads / group) + of_head / group >= static_cast<unsigned>(p.pipeline.lead)) {
+      if (batch * heads_kv + of_head / static_cast<unsigned>(p.group) >=
+          static_cast<unsigned>(p.pipeline.lead)) {
         p.rows.unreadable[i] = 0;
       }
     }
-  }
-  if (p.pipeline.lead > 0 && unit >= p.pipeline.lead) {
-    return;
+    if (!prepares) {
+      return;
+    }
   }
 
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int in_block = static_cast<int>(threadIdx.x) / 16 * kPreparedRows;
-  const PreparedRow row = prepare_rows<T, kPreparedRows, false>(
-      p.inputs, p.rows, p.ragged ? sequence.q.end : s.rows_q, sequence, row_begin + in_block, head,
-      slot * kBlockM + in_block, static_cast<int>(threadIdx.x) % 16);
-  const bool any_unreadable = __syncthreads_or(row.marks & 1) != 0;
-  const bool any_nan = __syncthreads_or(row.marks & kHasNan) != 0;
-  if (threadIdx.x == 0) {
+  float products[2][4] = {};
+  multiply_pieces<T>(products, pieces);
+#pragma unroll 1
+  for (int column = 128; column < in.head_dim_v; column += 128) {
+    load_pieces(pieces, in, wide, out, dout, left, column + lane % 4 * 8);
+    multiply_pieces<T>(products, pieces);
+  }
+  int marks = 0;
+  float dsink = 0;
+  if (speaks) {
+    const float sink = in.sinks != nullptr ? in.sinks[head] : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float delta = lane / 4 % 2 == 0 ? products[i][2 * i] : products[i][2 * i + 1];
+      const bool read = 8 * i < left && sees[i] && !isinf(lse[i]);
+      const float neg_delta = read ? dlse[i] - delta : 0.0F;
+      constexpr float kLog2E = 1.4426950408889634F;
+      const std::int64_t statistic = slot * kBlockM + 16 * warp + lane / 4 + 8 * i;
+      p.rows.neg_lse_log2[statistic] = read ? -lse[i] * kLog2E : -INFINITY;
+      p.rows.neg_delta[statistic] = neg_delta;
+      const bool unreadable = !read && 8 * i < left_to_load;
+      marks |= unreadable ? 1 : read && isnan(lse[i] + neg_delta) ? kHasNan : 0;
+      if (!isinf(lse[i]) && sink != -INFINITY) {
+        dsink += expf(sink - lse[i]) * (read ? neg_delta : dlse[i]);
+      }
+    }
+  }
+  const bool any_unreadable = __syncthreads_or(marks & 1) != 0;
+  const bool any_nan = __syncthreads_or(marks & kHasNan) != 0;
+  if (thread == 0) {
     p.rows.unreadable[slot] = (any_unreadable ? 1 : 0) + (any_nan ? kHasNan : 0);
   }
   if (p.rows.dsink_partial != nullptr) {
-    __shared__ float partial[kPrepareThreads / 32];
-    float sum = row.dsink;
+    __shared__ float partial[kPrepareWarps];
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
-      sum += __shfl_xor_sync(0xffffffffU, sum, step);
+      dsink += __shfl_xor_sync(0xffffffffU, dsink, step);
     }
-    if (threadIdx.x % 32 == 0) {
-      partial[warp] = sum;
+    if (lane == 0) {
+      partial[warp] = dsink;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      sum = 0;
-      for (const float x : partial) {
-        sum += x;
-      }
-      p.rows.dsink_partial[slot] = sum;
+    if (thread == 0) {
+      p.rows.dsink_partial[slot] = partial[0] + partial[1] + partial[2] + partial[3];
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// (1) to (3) of bwd_prepare.cuh, by the lanes of a warp: for the prepare kernel and for the
-// clusters of the main kernel that serve units (bwd_units.cuh).
+// (1) and (2) of bwd_prepare.cuh for the clusters of the main kernel that serve units
+// (bwd_units.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,29 +23,6 @@ __device__ __forceinline__ float dot_8(uint4 a, uint4 b) {
   return sum;
 }
 
-// <out, dout> of one row, the part of lane `lane` of 16. `wide`: 16-byte loads are legal.
-template <class T>
-__device__ __forceinline__ float partial_dot(const T* out, const T* dout, std::int64_t dout_stride,
-                                             std::int64_t columns, int lane, bool wide) {
-  float sum = 0;
-  if (wide) {
-    for (std::int64_t c = 8 * lane; c < columns; c += 8 * 16) {
-      sum += dot_8<T>(*reinterpret_cast<const uint4*>(out + c),
-                      *reinterpret_cast<const uint4*>(dout + c));
-    }
-  } else {
-    // In the same order, so that delta's bits do not depend on strides.
-    for (std::int64_t first = 8 * lane; first < columns; first += 8 * 16) {
-      float part = 0;
-      for (std::int64_t c = first; c < first + 8 && c < columns; ++c) {
-        part = fmaf(static_cast<float>(out[c]), static_cast<float>(dout[c * dout_stride]), part);
-      }
-      sum += part;
-    }
-  }
-  return sum;
-}
-
 FG_HOST_DEVICE inline bool is_wide(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.dim_stride == 1 &&
          t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
@@ -56,25 +33,19 @@ FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
   return p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
 }
 
-// What prepare_rows found for the lane's own row.
-struct PreparedRow {
-  int marks;    // of RowStatistics::unreadable
-  float dsink;  // what it adds in (3)
-};
-
 // (1) and (2) for kRows rows of a sequence from row `row_begin` on, whose first is number
 // `statistic` of the row statistics. 16 lanes, `lane` of them; both halves of a warp together. The
 // lane's own row is lane * kRows / 16, so 16 / kRows lanes share one, and the first of them speaks
-// for it. kWide: the inputs are all_wide() and head_dim_v is at most 128.
+// for it. The inputs are all_wide() and head_dim_v is at most 128. Returns the marks of
+// RowStatistics::unreadable that the lane's own row gives.
 //
 // The loads of all rows are issued together, also of rows that turn out not to count: waiting for
 // lse first would double the latency.
-template <class T, int kRows, bool kWide>
-__device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const RowStatistics& rows,
-                                                    std::int64_t rows_q,
-                                                    const SequenceSpan& sequence,
-                                                    std::int64_t row_begin, std::int64_t head,
-                                                    std::int64_t statistic, int lane) {
+template <class T, int kRows>
+__device__ __forceinline__ int prepare_rows(const RowInputs& p, const RowStatistics& rows,
+                                            std::int64_t rows_q, const SequenceSpan& sequence,
+                                            std::int64_t row_begin, std::int64_t head,
+                                            std::int64_t statistic, int lane) {
   constexpr int kSharing = 16 / kRows;
   const std::int64_t b = sequence.batch_index;
   const std::int64_t first_row = sequence.q.begin + row_begin;
@@ -90,38 +61,24 @@ __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const Ro
           ? static_cast<const float*>(p.dlse.data)[p.dlse.offset(b, first_row + own, head)]
           : 0.0F;
   float delta[kRows];
-  if (kWide || (all_wide(p) && p.head_dim_v <= 8 * 16)) {
-    const int columns_left = 8 * lane < p.head_dim_v ? left : 0;
-    const T* const out =
-        static_cast<const T*>(p.out.data) + p.out.offset(b, first_row, head) + 8 * lane;
-    const T* const dout =
-        static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row, head) + 8 * lane;
-    uint4 x[kRows];
-    uint4 y[kRows];
+  const int columns_left = 8 * lane < p.head_dim_v ? left : 0;
+  const T* const out =
+      static_cast<const T*>(p.out.data) + p.out.offset(b, first_row, head) + 8 * lane;
+  const T* const dout =
+      static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row, head) + 8 * lane;
+  uint4 x[kRows];
+  uint4 y[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      x[i] = y[i] = make_uint4(0, 0, 0, 0);
-      if (i < columns_left) {
-        x[i] = __ldcs(reinterpret_cast<const uint4*>(out + i * p.out.row_stride));
-        y[i] = *reinterpret_cast<const uint4*>(dout + i * p.dout.row_stride);
-      }
+  for (int i = 0; i < kRows; ++i) {
+    x[i] = y[i] = make_uint4(0, 0, 0, 0);
+    if (i < columns_left) {
+      x[i] = __ldcs(reinterpret_cast<const uint4*>(out + i * p.out.row_stride));
+      y[i] = *reinterpret_cast<const uint4*>(dout + i * p.dout.row_stride);
     }
+  }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      delta[i] = dot_8<T>(x[i], y[i]);
-    }
-  } else {
-    const bool wide = all_wide(p);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      delta[i] = 0;
-      if (p.dout && i < left) {
-        delta[i] = partial_dot<T>(
-            static_cast<const T*>(p.out.data) + p.out.offset(b, first_row + i, head),
-            static_cast<const T*>(p.dout.data) + p.dout.offset(b, first_row + i, head),
-            p.dout.dim_stride, p.head_dim_v, lane, wide);
-      }
-    }
+  for (int i = 0; i < kRows; ++i) {
+    delta[i] = dot_8<T>(x[i], y[i]);
   }
   // Sums over the lanes; while a lane has several rows it gives half of them away.
 #pragma unroll
@@ -139,20 +96,16 @@ __device__ __forceinline__ PreparedRow prepare_rows(const RowInputs& p, const Ro
   }
   const bool read = exists && !sequence.band.kv_range(row, row + 1).empty() && !isinf(lse);
   const float neg_delta = read ? dlse - delta[0] : 0.0F;
-  PreparedRow result{0, 0};
+  int marks = 0;
   if (lane % kSharing == 0) {
     constexpr float kLog2E = 1.4426950408889634F;
     rows.neg_lse_log2[statistic + own] = read ? -lse * kLog2E : -INFINITY;
     rows.neg_delta[statistic + own] = neg_delta;
-    const float sink = p.sinks != nullptr ? p.sinks[head] : -INFINITY;
-    if (!kWide && !isinf(lse) && sink != -INFINITY) {
-      result.dsink = expf(sink - lse) * (read ? neg_delta : dlse);
-    }
     // Rows past the end of the tensor come as zeros from the copy engine.
     const bool unreadable = !read && first_row + own < rows_q;
-    result.marks = unreadable ? 1 : read && isnan(lse + neg_delta) ? kHasNan : 0;
+    marks = unreadable ? 1 : read && isnan(lse + neg_delta) ? kHasNan : 0;
   }
-  return result;
+  return marks;
 }
 
 }  // namespace flashgrad::sm90

@@ -138,10 +138,10 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     const int head = first_head + in_group;
     const std::int64_t slot = head * p.rows.num_blocks + std::int64_t{batch} * head_blocks + block;
     const int in_block = i % 4 * 16 + lane / 16 * 8;
-    const PreparedRow row = prepare_rows<T, 8, true>(p.inputs, p.rows, p.sequences.rows_q, sequence,
-                                                     std::int64_t{block} * kBlockM + in_block, head,
-                                                     slot * kBlockM + in_block, lane % 16);
-    const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(row.marks));
+    const int own_marks = prepare_rows<T, 8>(p.inputs, p.rows, p.sequences.rows_q, sequence,
+                                             std::int64_t{block} * kBlockM + in_block, head,
+                                             slot * kBlockM + in_block, lane % 16);
+    const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(own_marks));
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
       atomicOr(unit_counter(p, unit, UnitPipeline::kPrepared), kSomeMarked);

@@ -10,6 +10,8 @@
 //   (4) O += P V, l += rowsum P                         with P from registers, in the input dtype
 //   (5) out = O / l, lse = ln(2) (c m + log2 l)         (fwd_store.cuh)
 //
+// (5) is code that a tile runs once, cold, while the tensor cores idle: its instructions are few.
+//
 // Only blocks at the edge of the band are masked. (3) is left out while no row's maximum has grown
 // by much (fwd_softmax.cuh).
 //
@@ -72,16 +74,16 @@ __device__ __forceinline__ void clear_value_rows(std::uint32_t tile, int begin, 
 }
 
 template <FwdVariant kVariant, bool kScoreFunction, class T>
-__device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, const FwdParams& p,
-                                             int consumer) {
+__device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, const FwdMaps& maps,
+                                             const FwdParams& p, int consumer) {
   static constexpr FwdConfig C = fwd_config(kVariant);
   using QTile = tile::SwizzledTile<C.block_m()>;
   using KvTile = tile::SwizzledTile<C.block_n>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = 64 * consumer + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  RingPosition<C.stages> ring;  // of K; a block's V has the same position in its own ring
+  RingPosition<C.k_stages> ring;  // of K; a block's V is the same use of its own ring
   RingPosition<1> q_ring;
-  RingPosition<2> slot;
+  RingPosition<C.tiles()> slot;
   const auto release = [&](std::uint32_t barrier) {
     __syncwarp();
     if (lane == 0) {
@@ -107,6 +109,9 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
     const FwdTile& tile = *shared.tile(slot.stage());
     const int num_rows = uniform(tile.num_rows);
     if (num_rows < 0) {
+      if (lane == 0) {
+        ptx::bulk_wait_read<0>();  // shared memory lives until the last copy of out has read it
+      }
       return;
     }
     float o[C.head_dim_v / 2];
@@ -127,13 +132,13 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
     const FwdBlocks blocks = uniform(tile.part_blocks[consumer]);
 
     // A block that only other warpgroups use.
-    const auto skip_k = [&](RingPosition<C.stages> at) {
+    const auto skip_k = [&](RingPosition<C.k_stages> at) {
       ptx::mbarrier_wait(shared.k_full(at.stage()), at.phase());
       release(shared.k_empty(at.stage()));
       take_token();
       pass_token();
     };
-    const auto skip_v = [&](RingPosition<C.stages> at) {
+    const auto skip_v = [&](RingPosition<C.v_stages> at) {
       ptx::mbarrier_wait(shared.v_full(at.stage()), at.phase());
       release(shared.v_empty(at.stage()));
     };
@@ -141,7 +146,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         skip_k(ring);
-        skip_v(ring);
+        skip_v({ring.uses});
         ring.advance();
       }
     };
@@ -158,11 +163,13 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       const int2* const row_keys = shared.row_keys(slot.stage()) + warp_row + lane / 4;
       const std::uint32_t q_address = uniform(shared.q() + 64 * tile::kBoxRowBytes * consumer);
 
+      // V of the block whose scores were made last.
+      const auto before = [&] { return RingPosition<C.v_stages>{ring.uses - 1}; };
       const auto describe_k = [&] {
         return KvTile::k_major_descriptor(uniform(shared.k(ring.stage())));
       };
       const auto describe_v = [&] {
-        return KvTile::mn_major_descriptor(uniform(shared.v(ring.previous().stage())));
+        return KvTile::mn_major_descriptor(uniform(shared.v(before().stage())));
       };
       const auto issue_scores = [&](std::uint64_t k_descriptor) {  // (1)
         const std::uint64_t q_descriptor = QTile::k_major_descriptor(q_address);
@@ -196,11 +203,11 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       };
       // Scores of block n, and out of the block before it, n + 1.
       const auto step = [&]<bool kMasked>(int n) {
-        const RingPosition<C.stages> before = ring.previous();
+        const RingPosition<C.v_stages> v_at = before();
         const std::uint64_t k_descriptor = describe_k();
         const std::uint64_t v_descriptor = describe_v();
         ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
-        ptx::mbarrier_wait(shared.v_full(before.stage()), before.phase());
+        ptx::mbarrier_wait(shared.v_full(v_at.stage()), v_at.phase());
         take_token();
         ptx::wgmma_fence();
         issue_scores(k_descriptor);
@@ -223,7 +230,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
           ptx::wgmma_wait<0>();
         }
         ptx::pin(o);
-        release(shared.v_empty(before.stage()));
+        release(shared.v_empty(v_at.stage()));
         if (grown) {
           rescale_out();
         }
@@ -232,7 +239,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         pack_probabilities();
       };
 
-      const RingPosition<C.stages> first = ring;
+      const RingPosition<C.k_stages> first = ring;
       const int skipped = loaded.end - blocks.end;
 #pragma unroll 1
       for (int i = 0; i < skipped; ++i) {
@@ -249,6 +256,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       ptx::pin(s);
       release(shared.k_empty(ring.stage()));
       ring.advance();
+      ptx::mbarrier_wait(shared.keys_full(slot.stage()), slot.phase());
       softmax_block<C.block_n, kScoreFunction, true>(s, &rows, rescale, row_keys,
                                                      n * C.block_n + key_in_block, p);
       pack_probabilities();
@@ -258,7 +266,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       }
       if (const int keys = static_cast<int>(tile.band.seqlen_kv) - n * C.block_n;
           p.clear_values && keys < C.block_n) {
-        const RingPosition<C.stages> last = ring.previous();
+        const RingPosition<C.v_stages> last = before();
         ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
         clear_value_rows<C.block_n, C.boxes(C.head_dim_v)>(shared.v(last.stage()), keys, C.block_n,
                                                            1 + C.num_consumers + consumer);
@@ -277,7 +285,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         step.template operator()<true>(n);
       }
       release(shared.q_empty());
-      const RingPosition<C.stages> last = ring.previous();
+      const RingPosition<C.v_stages> last = before();
       ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
       take_token();
       ptx::wgmma_fence();
@@ -293,7 +301,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       skip(loaded.end - loaded.begin);
       release(shared.q_empty());
     }
-    finish_rows<C.head_dim_v, kScoreFunction, T>(o, rows, p, tile, warp_row);  // (5)
+    finish_rows<kVariant, kScoreFunction, T>(shared, maps, p, tile, rows, o, warp_row / 16);  // (5)
     ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));
     slot.advance();
   }
@@ -320,7 +328,7 @@ __global__ void __launch_bounds__(fwd_config(kVariant).threads(), 1)
     }
   } else {
     ptx::registers_increase<C.consumer_registers()>();
-    fwd_consumer<kVariant, kScoreFunction, T>(shared, p, warp / 4 - 1);
+    fwd_consumer<kVariant, kScoreFunction, T>(shared, maps, p, warp / 4 - 1);
   }
 }
 

@@ -14,7 +14,8 @@ struct FwdConfig {
   int head_dim_v;     // of v and out
   int num_consumers;  // warpgroups with 64 query rows each
   int block_n;        // keys of a step
-  int stages;         // of K, and as many of V; a power of 2
+  int k_stages;       // a power of 2
+  int v_stages;       // likewise
   bool ping_pong;     // a consumer issues its products only after the one before it has
   bool late_wait;     // O is waited for after the exponentials, not before them
 
@@ -35,16 +36,32 @@ struct FwdConfig {
   constexpr int k_bytes() const { return bytes(block_n, head_dim); }
   constexpr int v_bytes() const { return bytes(block_n, head_dim_v); }
 
+  constexpr int out_bytes() const { return bytes(block_m(), head_dim_v); }
+
   // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
   constexpr int q_offset() const { return 0; }
   constexpr int k_offset() const { return q_offset() + q_bytes(); }
-  constexpr int v_offset() const { return k_offset() + stages * k_bytes(); }
-  constexpr int row_keys_offset() const { return v_offset() + stages * v_bytes(); }
-  constexpr int tiles_offset() const { return row_keys_offset() + 2 * 8 * block_m(); }
+  constexpr int v_offset() const { return k_offset() + k_stages * k_bytes(); }
+  constexpr int out_offset() const { return v_offset() + v_stages * v_bytes(); }
+  constexpr int row_keys_offset() const { return out_offset() + (stages_out() ? out_bytes() : 0); }
+  constexpr int tiles_offset() const {
+    return row_keys_offset() + tiles() * kRowKeysBytes * block_m();
+  }
+  constexpr int barrier_offset() const { return tiles_offset() + tiles() * kTileBytes; }
+  constexpr int shared_bytes() const { return shared_bytes(stages_out(), tiles()); }
+  static constexpr int kRowKeysBytes = 8;
   static constexpr int kTileBytes = 208;
-  constexpr int barrier_offset() const { return tiles_offset() + 2 * kTileBytes; }
-  constexpr int num_barriers() const { return 7 + 4 * stages; }
-  constexpr int shared_bytes() const { return barrier_offset() + 8 * num_barriers(); }
+  static constexpr int kSharedBytes = 227 * 1024;  // what a CTA can have
+  // Whether out goes through shared memory and the copy engine: where there is room.
+  constexpr bool stages_out() const { return shared_bytes(true, 2) <= kSharedBytes; }
+  // Tiles described at a time, a power of 2: with four, short ones are known before the loads
+  // come to them.
+  constexpr int tiles() const { return shared_bytes(stages_out(), 4) <= kSharedBytes ? 4 : 2; }
+  constexpr int num_barriers(int tiles) const { return 3 * tiles + 3 + 2 * (k_stages + v_stages); }
+  constexpr int shared_bytes(bool with_out, int tiles) const {
+    return out_offset() + (with_out ? out_bytes() : 0) +
+           tiles * (kRowKeysBytes * block_m() + kTileBytes) + 8 * num_barriers(tiles);
+  }
 
   // S, P as operands and O of a consumer thread, and what wgmma itself takes (registers begin at
   // 24, two more are reserved).
@@ -52,9 +69,10 @@ struct FwdConfig {
     return 24 + block_n / 2 + block_n / 4 + head_dim_v / 2 + 2;
   }
   constexpr bool valid() const {
-    return shared_bytes() <= 227 * 1024 && live_registers() <= consumer_registers() &&
+    return shared_bytes() <= kSharedBytes && live_registers() <= consumer_registers() &&
            block_n % 16 == 0 && block_n <= 128 && head_dim % 16 == 0 && head_dim_v % 32 == 0 &&
-           (stages & (stages - 1)) == 0 && num_consumers <= 3;
+           (k_stages & (k_stages - 1)) == 0 && (v_stages & (v_stages - 1)) == 0 &&
+           num_consumers <= 3;
   }
 };
 

@@ -17,18 +17,22 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
                                               const FwdParams& p) {
   static constexpr FwdConfig C = fwd_config(kVariant);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  RingPosition<2> slot;
+  RingPosition<C.tiles()> slot;
   RingPosition<1> wanted;
   std::uint32_t work = blockIdx.x;
   ptx::grid_dependency_wait();  // for prepare, if there is one; nobody else reads what it writes
   while (true) {
     ptx::mbarrier_wait(shared.tile_empty(slot.stage()), slot.phase() ^ 1);
-    const bool more = make_tile<C.block_m(), C.block_n>(p, work, shared.tile(slot.stage()),
-                                                        shared.row_keys(slot.stage()), lane);
+    FwdTile* const tile = shared.tile(slot.stage());
+    const bool more = make_tile<C.block_m(), C.block_n>(p, work, tile, lane);
     ptx::mbarrier_arrive(shared.tile_full(slot.stage()));
     if (!more) {
       return;
     }
+    // The loads don't wait for this.
+    __syncwarp();  // after what other lanes have written of the tile
+    list_row_keys<C.block_m()>(*tile, shared.row_keys(slot.stage()), lane);
+    ptx::mbarrier_arrive(shared.keys_full(slot.stage()));
     slot.advance();
     ptx::mbarrier_wait(shared.tile_wanted(), wanted.phase());
     wanted.advance();
@@ -49,10 +53,10 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
   // that is still busy.
   constexpr int kBlocksAhead = 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  RingPosition<C.stages> k_ring;
-  RingPosition<C.stages> v_ring;
+  RingPosition<C.k_stages> k_ring;
+  RingPosition<C.v_stages> v_ring;
   RingPosition<1> q_ring;
-  RingPosition<2> slot;
+  RingPosition<C.tiles()> slot;
   while (true) {
     ptx::mbarrier_wait(shared.tile_full(slot.stage()), slot.phase());
     const FwdTile& tile = *shared.tile(slot.stage());

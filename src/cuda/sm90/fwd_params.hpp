@@ -14,12 +14,13 @@
 namespace flashgrad::sm90 {
 
 struct FwdMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, out;
 };
 
 inline constexpr std::uint32_t kFwdMapQ = 1;
 inline constexpr std::uint32_t kFwdMapK = 2;
 inline constexpr std::uint32_t kFwdMapV = 4;
+inline constexpr std::uint32_t kFwdMapOut = 8;
 
 struct FwdParams {
   Sequences sequences;

@@ -2,19 +2,20 @@
 // The forward's shared memory: tiles, barriers and how their uses are counted.
 //
 // | barrier          | arrives                           | waits               | count         |
-// | tile_full[2]     | scheduler, all lanes              | producer, consumers | 32            |
-// | tile_empty[2]    | all lanes of their warps          | scheduler           | 128 * C + 32  |
+// | tile_full[T]     | scheduler, all lanes              | producer, consumers | 32            |
+// | keys_full[T]     | scheduler, all lanes              | consumers           | 32            |
+// | tile_empty[T]    | all lanes of their warps          | scheduler           | 128 * C + 32  |
 // | tile_wanted      | producer, when few loads are left | scheduler           | 1             |
 // | q_full           | producer and the copy engine      | consumers           | 1             |
 // | q_empty          | a lane of each consumer warp      | producer            | 4 * C         |
 // | k_full, v_full   | producer and the copy engine      | consumers           | 1             |
 // | k_empty, v_empty | a lane of each consumer warp      | producer            | 4 * C         |
 //
-// C is the number of consumers. What describes a tile is written and read by all lanes, each of
-// which arrives for itself: a __syncwarp() before one lane's arrival would do, but
-// compute-sanitizer's racecheck does not see through it, and a tile is passed on seldom. The n-th
-// use of a full barrier completes its phase n. An empty one is waited for with the phase before, so
-// the first wait passes at once.
+// C is the number of consumers, T of tiles described at a time. What describes a tile is written
+// and read by all lanes, each of which arrives for itself: a __syncwarp() before one lane's arrival
+// would do, but compute-sanitizer's racecheck does not see through it, and a tile is passed on
+// seldom. The n-th use of a full barrier completes its phase n. An empty one is waited for with the
+// phase before, so the first wait passes at once.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +55,11 @@ struct FwdShared {
   __device__ std::uint32_t v(int stage) const {
     return address + C.v_offset() + stage * C.v_bytes();
   }
-  // The tile in work and the next; for each of its rows, the first key it sees and the one behind
+  // A warp's 16 rows of out; a tile of (16, head_dim_v).
+  __device__ std::uint32_t out(int warp) const {
+    return address + C.out_offset() + warp * C.bytes(16, C.head_dim_v);
+  }
+  // Tiles in work and to come; for each of its rows, the first key it sees and the one behind
   // the last.
   __device__ FwdTile* tile(int slot) const {
     return reinterpret_cast<FwdTile*>(base + C.tiles_offset() + slot * C.kTileBytes);
@@ -66,28 +71,32 @@ struct FwdShared {
 
   __device__ std::uint32_t barrier(int i) const { return address + C.barrier_offset() + 8 * i; }
   __device__ std::uint32_t tile_full(int slot) const { return barrier(slot); }
-  __device__ std::uint32_t tile_empty(int slot) const { return barrier(2 + slot); }
-  __device__ std::uint32_t tile_wanted() const { return barrier(4); }
-  __device__ std::uint32_t q_full() const { return barrier(5); }
-  __device__ std::uint32_t q_empty() const { return barrier(6); }
-  __device__ std::uint32_t k_full(int stage) const { return barrier(7 + stage); }
-  __device__ std::uint32_t k_empty(int stage) const { return barrier(7 + C.stages + stage); }
-  __device__ std::uint32_t v_full(int stage) const { return barrier(7 + 2 * C.stages + stage); }
-  __device__ std::uint32_t v_empty(int stage) const { return barrier(7 + 3 * C.stages + stage); }
+  __device__ std::uint32_t tile_empty(int slot) const { return barrier(C.tiles() + slot); }
+  __device__ std::uint32_t keys_full(int slot) const { return barrier(2 * C.tiles() + slot); }
+  __device__ std::uint32_t tile_wanted() const { return barrier(3 * C.tiles()); }
+  __device__ std::uint32_t q_full() const { return barrier(3 * C.tiles() + 1); }
+  __device__ std::uint32_t q_empty() const { return barrier(3 * C.tiles() + 2); }
+  __device__ std::uint32_t k_full(int stage) const { return barrier(3 * C.tiles() + 3 + stage); }
+  __device__ std::uint32_t k_empty(int stage) const { return k_full(C.k_stages + stage); }
+  __device__ std::uint32_t v_full(int stage) const { return k_full(2 * C.k_stages + stage); }
+  __device__ std::uint32_t v_empty(int stage) const { return v_full(C.v_stages + stage); }
 
   // One thread.
   __device__ void init_barriers() const {
     constexpr int kConsumerWarps = 4 * C.num_consumers;
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < C.tiles(); ++i) {
       ptx::mbarrier_init(tile_full(i), 32);
+      ptx::mbarrier_init(keys_full(i), 32);
       ptx::mbarrier_init(tile_empty(i), 32 * (kConsumerWarps + 1));
     }
     ptx::mbarrier_init(tile_wanted(), 1);
     ptx::mbarrier_init(q_full(), 1);
     ptx::mbarrier_init(q_empty(), kConsumerWarps);
-    for (int i = 0; i < C.stages; ++i) {
+    for (int i = 0; i < C.k_stages; ++i) {
       ptx::mbarrier_init(k_full(i), 1);
       ptx::mbarrier_init(k_empty(i), kConsumerWarps);
+    }
+    for (int i = 0; i < C.v_stages; ++i) {
       ptx::mbarrier_init(v_full(i), 1);
       ptx::mbarrier_init(v_empty(i), kConsumerWarps);
     }

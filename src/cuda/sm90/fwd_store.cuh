@@ -1,71 +1,122 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a forward tile: out and lse of a warp's 16 rows.
+// The end of a forward tile: out and lse of a warp's 16 rows. What can be copied as it is goes
+// through shared memory and the copy engine, whose work the next tile hides; rows at the end of a
+// sequence, tensors that it can't address, and rows that are computed anew are written directly.
 #pragma once
 
 #include <math_constants.h>
 
 #include <cstdint>
 
+#include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
+#include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/fwd_shared.cuh"
 #include "cuda/sm90/fwd_softmax.cuh"
 #include "cuda/sm90/fwd_tile.cuh"
 
 namespace flashgrad::sm90 {
 
-// Writes O times `factor`. Each quad first exchanges its columns, so that a thread holds 8
-// neighbours.
+// O times `factor`, rounded: pairs[2 j + r] holds the thread's two columns of group j of 8, of its
+// row r. Says whether what the thread holds of its two rows is finite.
 template <int kColumns, class T>
-__device__ __forceinline__ void store_out(const float (&o)[kColumns / 2], const float (&factor)[2],
-                                          const FwdParams& p, T* out, int row, int num_rows) {
-  const int lane_of_quad = static_cast<int>(threadIdx.x) % 4;
-  const auto pick = [](const std::uint32_t(&x)[4], int i) {
-    const std::uint32_t low = (i & 1) != 0 ? x[1] : x[0];
-    const std::uint32_t high = (i & 1) != 0 ? x[3] : x[2];
-    return (i & 2) != 0 ? high : low;
-  };
+__device__ __forceinline__ void pack_out(float (&o)[kColumns / 2], const float (&factor)[2],
+                                         std::uint32_t (&pairs)[kColumns / 4],
+                                         bool (&is_finite)[2]) {
+  // A row that sees nothing is 0, whatever V holds.
+  if (__any_sync(0xffffffffU, factor[0] == 0.0F || factor[1] == 0.0F)) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      o[i] = factor[i / 2 % 2] == 0.0F ? 0.0F : o[i];
+    }
+  }
+  std::uint32_t zero[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kColumns / 4; ++i) {
+    pairs[i] = ptx::pack<T>(o[2 * i] * factor[i % 2], o[2 * i + 1] * factor[i % 2]);
+    zero[i % 2] = ptx::fma_pairs<T>(pairs[i], 0, zero[i % 2]);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    T* const row_out = out + (row + 8 * r) * p.out.row_stride;
+    // 0 x is +0 or -0 of every finite x.
+    is_finite[r] = (zero[r] & 0x7fff7fffU) == 0;
+  }
+}
+
+// Writes the rows of a warp that exist. Lanes 2 i and 2 i + 1 of a quad first exchange half of
+// their columns, so that each holds 4 neighbours and a quad writes 32 bytes of a row.
+template <int kColumns, class T>
+__device__ __forceinline__ void store_out(const std::uint32_t (&pairs)[kColumns / 4],
+                                          const FwdParams& p, T* out, int row, int num_rows) {
+  const int lane_of_quad = ptx::thread_index() % 4;
+  const bool odd = lane_of_quad % 2 != 0;
+  const int first_column = lane_of_quad % 2 * 8 + lane_of_quad / 2 * 4;
 #pragma unroll
-    for (int c = 0; c < kColumns / 32; ++c) {
-      std::uint32_t mine[4];
+  for (int r = 0; r < 2; ++r) {
+    // The thread's columns, in order: first_column + 16 c to first_column + 16 c + 3 for each c.
+    uint2 columns[kColumns / 16];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = 4 * (4 * c + j) + 2 * r;
-        // A row that sees nothing is 0, whatever V holds.
-        mine[j] = factor[r] == 0.0F ? 0U : ptx::pack<T>(o[i] * factor[r], o[i + 1] * factor[r]);
-      }
-      std::uint32_t received[4];
+    for (int c = 0; c < kColumns / 16; ++c) {
+      const std::uint32_t even_group = pairs[4 * c + r];
+      const std::uint32_t odd_group = pairs[4 * c + 2 + r];
+      const std::uint32_t received = __shfl_xor_sync(0xffffffffU, odd ? even_group : odd_group, 1);
+      columns[c] = odd ? make_uint2(received, odd_group) : make_uint2(even_group, received);
+    }
+    if (row + 8 * r >= num_rows) {
+      continue;
+    }
+    T* const row_out = out + (row + 8 * r) * p.out.row_stride + first_column;
+    const int count = p.head_dim_v - first_column;
+    if (p.out_vectors) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        received[j] = __shfl_xor_sync(0xffffffffU, pick(mine, lane_of_quad ^ j), j);
-      }
-      union {
-        uint4 vector;
-        std::uint32_t pair[4];
-        std::uint16_t element[8];
-      } columns;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        columns.pair[j] = pick(received, lane_of_quad ^ j);
-      }
-      const int first = 32 * c + 8 * lane_of_quad;
-      if (row + 8 * r >= num_rows) {
-        continue;
-      }
-      if (p.out_vectors) {
-        if (first < p.head_dim_v) {
-          *reinterpret_cast<uint4*>(row_out + first) = columns.vector;
+      for (int c = 0; c < kColumns / 16; ++c) {
+        if (16 * c < count) {
+          *reinterpret_cast<uint2*>(row_out + 16 * c) = columns[c];
         }
-      } else {
+      }
+    } else {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (first + e < p.head_dim_v) {
-            reinterpret_cast<std::uint16_t*>(row_out)[first + e] = columns.element[e];
+      for (int c = 0; c < kColumns / 16; ++c) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (16 * c + e < count) {
+            const std::uint32_t pair = e < 2 ? columns[c].x : columns[c].y;
+            reinterpret_cast<std::uint16_t*>(row_out)[16 * c + e] =
+                static_cast<std::uint16_t>(pair >> (e % 2 * 16));
           }
         }
       }
     }
+  }
+}
+
+// Writes the 16 rows of a warp by the copy engine, from `staged`, a tile of (16, kColumns) that
+// belongs to the warp.
+template <int kColumns>
+__device__ __forceinline__ void copy_out(const std::uint32_t (&pairs)[kColumns / 4],
+                                         std::uint32_t staged, const CUtensorMap& map, int row,
+                                         int head, int batch) {
+  using Tile = tile::SwizzledTile<16>;
+  const int lane = ptx::thread_index() % 32;
+  if (lane == 0) {
+    ptx::bulk_wait_read<0>();  // for the copy of the tile before
+  }
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < kColumns / 16; ++c) {
+    ptx::store_matrix(
+        staged + static_cast<std::uint32_t>(Tile::offset(lane % 16, 16 * c + lane / 16 * 8)),
+        pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]);
+  }
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int box = 0; box < FwdConfig::boxes(kColumns); ++box) {
+      ptx::tensor_store(&map, staged + box * Tile::kBoxBytes, box * tile::kBoxColumns, row, head,
+                        batch);
+    }
+    ptx::bulk_commit();
   }
 }
 
@@ -83,18 +134,18 @@ __device__ __forceinline__ RowSum finish_sum(float exponent, float sum, const Fw
   if (exponent == CUDART_INF_F) {
     sum = CUDART_NAN_F;
   }
-  float factor = sum == 0.0F ? 0.0F : 1.0F / sum;
+  float factor = sum == 0.0F ? 0.0F : ptx::reciprocal_approx(sum);
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head] * 1.4426950408889634F;
     const float top = fmaxf(exponent, sink);
     if (top != -CUDART_INF_F) {
       const float weight = ptx::exp2_approx(exponent - top);
       sum = sum * weight + ptx::exp2_approx(sink - top);
-      factor = factor == 0.0F ? 0.0F : weight / sum;
+      factor = factor == 0.0F ? 0.0F : weight * ptx::reciprocal_approx(sum);
       exponent = top;
     }
   }
-  return {sum, factor, sum == 0.0F ? -CUDART_INF_F : exponent + log2f(sum)};
+  return {sum, factor, sum == 0.0F ? -CUDART_INF_F : exponent + ptx::log2_approx(sum)};
 }
 
 // Logits, as exponents of 2, beyond which one rounding may move them by a few units.
@@ -110,10 +161,12 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   constexpr int kColumnsOfLane = (kColumns + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Range keys = tile.band.kv_range(tile.m_begin + row_in_tile, tile.m_begin + row_in_tile + 1);
-  const T* const q = static_cast<const T*>(p.q.data) + tile.q_offset + row_in_tile * p.q.row_stride;
+  const T* const q =
+      static_cast<const T*>(p.q.data) + p.q.offset(tile.batch, tile.q_row + row_in_tile, tile.head);
   const float scale = kScoreFunction ? 1.0F : p.scale_log2;
   const auto score_of = [&](std::int64_t key) {
-    const T* const k = static_cast<const T*>(p.k.data) + tile.k_offset + key * p.k.row_stride;
+    const T* const k =
+        static_cast<const T*>(p.k.data) + p.k.offset(tile.batch, tile.kv_row + key, tile.head_kv);
     float score = 0.0F;
 #pragma unroll 1
     for (int c = 0; c < p.head_dim; ++c) {
@@ -142,8 +195,8 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
     const int count = static_cast<int>(min(keys.end - first, std::int64_t{32}));
 #pragma unroll 1
     for (int j = 0; j < count; ++j) {
-      const T* const v =
-          static_cast<const T*>(p.v.data) + tile.v_offset + (first + j) * p.v.row_stride;
+      const T* const v = static_cast<const T*>(p.v.data) +
+                         p.v.offset(tile.batch, tile.kv_row + first + j, tile.head_kv);
       const float weight = __shfl_sync(0xffffffffU, probability, j);
 #pragma unroll
       for (int c = 0; c < kColumnsOfLane; ++c) {
@@ -171,15 +224,20 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   }
 }
 
-// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp_row` is the
-// warp's first row in the tile.
-template <int kColumns, bool kScoreFunction, class T>
-__device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], const SoftmaxRows& rows,
-                                            const FwdParams& p, const FwdTile& tile, int warp_row) {
+// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp` counts the
+// consumers' warps; each has 16 rows of the tile.
+template <FwdVariant kVariant, bool kScoreFunction, class T>
+__device__ __forceinline__ void finish_rows(const FwdShared<kVariant>& shared, const FwdMaps& maps,
+                                            const FwdParams& p, const FwdTile& tile,
+                                            const SoftmaxRows& rows,
+                                            float (&o)[fwd_config(kVariant).head_dim_v / 2],
+                                            int warp) {
+  static constexpr FwdConfig C = fwd_config(kVariant);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = warp_row + lane / 4;
+  const int row = 16 * warp + lane / 4;
   float factor[2];
-  bool suspicious[2];
+  bool is_nan[2];  // of the sum: no other computation would help
+  bool is_huge[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = rows.sum[r];
@@ -190,30 +248,43 @@ __device__ __forceinline__ void finish_rows(const float (&o)[kColumns / 2], cons
                                : rows.maximum[r] * (kScoreFunction ? 1.0F : p.scale_log2);
     const RowSum row_sum = finish_sum(exponent, sum, p, tile.head);
     factor[r] = row_sum.factor;
-    const bool exists = row + 8 * r < tile.num_rows;
-    if (p.lse && lane % 4 == 0 && exists) {
+    is_nan[r] = row_sum.sum != row_sum.sum;
+    is_huge[r] = fabsf(exponent) > kHugeExponent && fabsf(exponent) < CUDART_INF_F;
+    if (p.lse && lane % 4 == 0 && row + 8 * r < tile.num_rows) {
       static_cast<float*>(p.lse.data)[tile.lse_offset + (row + 8 * r) * p.lse.row_stride] =
           row_sum.lse_log2 * 0.6931471805599453F;
     }
-    float zero = 0.0F;
-#pragma unroll
-    for (int i = 2 * r; i < kColumns / 2; i += 4) {
-      zero = fmaf(o[i], 0.0F, fmaf(o[i + 1], 0.0F, zero));
-    }
-    const bool is_nan = factor[r] != 0.0F && row_sum.sum == row_sum.sum && zero != 0.0F;
-    const bool is_huge = fabsf(exponent) > kHugeExponent && fabsf(exponent) < CUDART_INF_F;
-    suspicious[r] = exists && (is_nan || is_huge);
   }
-  store_out<kColumns, T>(o, factor, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
-                         tile.num_rows);
+  std::uint32_t pairs[C.head_dim_v / 4];
+  bool is_finite[2];
+  pack_out<C.head_dim_v, T>(o, factor, pairs, is_finite);
+  bool suspicious[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    std::uint32_t lanes = __ballot_sync(0xffffffffU, suspicious[r]);
+    suspicious[r] = row + 8 * r < tile.num_rows && (is_huge[r] || (!is_finite[r] && !is_nan[r]));
+  }
+  const bool recomputes = __any_sync(0xffffffffU, suspicious[0] || suspicious[1]);
+  if constexpr (C.stages_out()) {
+    // What is recomputed is written after the rest of its rows, and nobody waits for a copy.
+    if ((p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows && !recomputes) {
+      copy_out<C.head_dim_v>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
+                             tile.batch);
+      return;
+    }
+  }
+  store_out<C.head_dim_v, T>(pairs, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
+                             tile.num_rows);
+  if (!recomputes) {
+    return;
+  }
+#pragma unroll 1
+  for (int r = 0; r < 2; ++r) {
+    std::uint32_t lanes = __ballot_sync(0xffffffffU, r == 0 ? suspicious[0] : suspicious[1]);
     while (lanes != 0) {
       const int quad = (__ffs(static_cast<int>(lanes)) - 1) / 4;
       lanes &= ~(0xfU << (4 * quad));
       __syncwarp();  // after what other lanes have stored of the row
-      recompute_row<kColumns, kScoreFunction, T>(p, tile, warp_row + 8 * r + quad);
+      recompute_row<C.head_dim_v, kScoreFunction, T>(p, tile, 16 * warp + 8 * r + quad);
     }
   }
 }

@@ -14,23 +14,20 @@ namespace flashgrad::sm90 {
 // What the scheduler tells the others through shared memory.
 struct FwdTile {
   Band band;
-  FwdBlocks blocks;                 // of all rows: what is loaded
-  FwdBlocks part_blocks[3];         // of the 64 rows of each consumer
-  std::int64_t out_offset;          // of the tile's first row
-  std::int64_t lse_offset;          // likewise
-  std::int64_t q_offset;            // likewise
-  std::int64_t k_offset, v_offset;  // of the sequence's first key
-  std::int32_t m_begin;             // first row, counted in its sequence
-  std::int32_t num_rows;            // rows that exist; negative: no more work
+  FwdBlocks blocks;          // of all rows: what is loaded
+  FwdBlocks part_blocks[3];  // of the 64 rows of each consumer
+  std::int64_t out_offset;   // of the tile's first row
+  std::int64_t lse_offset;   // likewise
+  std::int32_t m_begin;      // first row, counted in its sequence
+  std::int32_t num_rows;     // rows that exist; negative: no more work
   std::int32_t head;
   std::int32_t q_row, kv_row, head_kv, batch;  // coordinates in the tensors
 };
 
-// By a warp. Also writes, for each row, the first key it sees and the one behind the last. Returns
-// false if there is no such tile.
+// By a warp. Returns false if there is no such tile.
 template <int kBlockM, int kBlockN>
 __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work, FwdTile* tile,
-                                          int2* row_keys, int lane) {
+                                          int lane) {
   const std::uint32_t num_tiles =
       p.packed_tiles != nullptr ? *p.num_packed_tiles : p.num_m_blocks * p.order.num_units;
   if (work >= num_tiles) {
@@ -56,17 +53,15 @@ __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work
   const auto [m_begin, m_end] =
       tile_rows(s.band.seqlen_q, kBlockM, static_cast<std::int32_t>(m_block), p.incomplete_first);
 
-  if (lane < kBlockM / 64) {
-    const std::int32_t begin = min(m_begin + 64 * lane, m_end);
-    tile->part_blocks[lane] = key_blocks<kBlockN>(s.band, begin, min(begin + 64, m_end));
-  }
-#pragma unroll 1
-  for (int row = lane; row < kBlockM; row += 32) {
-    const Range keys = s.band.kv_range(m_begin + row, m_begin + row + 1);
-    row_keys[row] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
+  // A lane for each consumer, and one for the tile.
+  constexpr int kParts = kBlockM / 64;
+  if (lane <= kParts) {
+    const bool is_part = lane < kParts;
+    const std::int32_t begin = is_part ? min(m_begin + 64 * lane, m_end) : m_begin;
+    const std::int32_t end = is_part ? min(begin + 64, m_end) : m_end;
+    (is_part ? tile->part_blocks[lane] : tile->blocks) = key_blocks<kBlockN>(s.band, begin, end);
   }
   tile->band = s.band;
-  tile->blocks = key_blocks<kBlockN>(s.band, m_begin, m_end);
   tile->m_begin = m_begin;
   tile->num_rows = m_end - m_begin;
   tile->head = head;
@@ -76,10 +71,17 @@ __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work
   tile->kv_row = static_cast<std::int32_t>(s.kv.begin);
   tile->out_offset = p.out.offset(s.batch_index, s.q.begin + m_begin, head);
   tile->lse_offset = p.lse.offset(s.batch_index, s.q.begin + m_begin, head);
-  tile->q_offset = p.q.offset(s.batch_index, s.q.begin + m_begin, head);
-  tile->k_offset = p.k.offset(s.batch_index, s.kv.begin, head_kv);
-  tile->v_offset = p.v.offset(s.batch_index, s.kv.begin, head_kv);
   return true;
+}
+
+// By a warp: for each row of a tile, the first key it sees and the one behind the last.
+template <int kBlockM>
+__device__ __forceinline__ void list_row_keys(const FwdTile& tile, int2* row_keys, int lane) {
+#pragma unroll 1
+  for (int row = lane; row < kBlockM; row += 32) {
+    const Range keys = tile.band.kv_range(tile.m_begin + row, tile.m_begin + row + 1);
+    row_keys[row] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
+  }
 }
 
 }  // namespace flashgrad::sm90
