@@ -79,7 +79,9 @@ def _attend(
     try:
         left, right = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
     except (TypeError, ValueError):
-        raise ArgumentError(f"flashgrad: window_size: {window_size!r}, want (left, right)") from None
+        raise ArgumentError(
+            f"flashgrad: window_size: {window_size!r}, want (left, right)"
+        ) from None
     if left is not None and left < 0:
         left = None
     if causal:
