@@ -207,6 +207,7 @@ TEST_F(Bench, RefusedOptions) {
   expect_one_line_refusal({"bench", "--shape", "sq=8", "--suite", "cpu"}, 2, "--suite");
   expect_one_line_refusal({"bench", "--memory", "--suite", "cpu"}, 2, "--suite");
   expect_one_line_refusal({"bench", "--dtype", "f32"}, 2, "--dtype: a suite's");
+  expect_one_line_refusal({"bench", "--memory", "--dtype", "f8"}, 2, "dtype f8, want f32");
   expect_one_line_refusal({"bench", "--suite", "cpu", "--causal"}, 2, "--causal: a suite's");
   expect_one_line_refusal({"bench", "--window", "3,0"}, 2, "--window: a suite's");
   expect_one_line_refusal({"bench", "--align", "top-left"}, 2, "--align: a suite's");

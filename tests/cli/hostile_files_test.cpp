@@ -329,6 +329,15 @@ TEST_F(HostileFiles, OutputIsTheInput) {
   }
 }
 
+TEST_F(HostileFiles, OutputIsALinkToNothing) {
+  write_changed({});
+  std::filesystem::create_symlink(path("nowhere"), path("link"));
+  const ToolResult result = run_tool({"run", "--input", path("in"), "--output", path("link")});
+  EXPECT_EQ(result.exit_status, 2);
+  EXPECT_NE(result.err.find("a symbolic link to a file that does not exist"), std::string::npos)
+      << result.err;
+}
+
 TEST_F(HostileFiles, NotAFile) {
   expect_refused({}, 2, "can't open");
   std::filesystem::create_directory(path("in"));

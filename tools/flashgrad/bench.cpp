@@ -327,7 +327,9 @@ int bench_command(const BenchArguments& arguments) {
   if (arguments.shape) {
     cases.push_back(shape_case(*arguments.shape, dtype, kSeed, call_options));
     require_plain(cases.back());
-  } else if (!arguments.memory) {
+  } else if (arguments.memory) {
+    shape_case("sq=1", dtype, kSeed, call_options);  // refuses a dtype before the peak is measured
+  } else {
     cases = load_suite(arguments.suite);
   }
   ordered_json report = describe_machine(num_threads);

@@ -33,18 +33,21 @@ fs::path target_of(const std::string& path) {
     throw_cannot_write(path, "the path is empty");
   }
   fs::path target = path;
-  if (fs::is_symlink(target, error)) {
-    target = fs::canonical(target, error);
-    if (error) {
-      throw_cannot_write(path, error.message());
-    }
-  }
   const fs::file_status status = fs::status(target, error);
   if (status.type() == fs::file_type::none) {
     throw_cannot_write(path, error.message());  // a name that is too long, say
   }
   if (fs::exists(status) && !fs::is_regular_file(status)) {
     throw_cannot_write(path, "it exists and is not a regular file");
+  }
+  if (fs::is_symlink(target, error)) {
+    if (!fs::exists(status)) {
+      throw_cannot_write(path, "it is a symbolic link to a file that does not exist");
+    }
+    target = fs::canonical(target, error);
+    if (error) {
+      throw_cannot_write(path, error.message());
+    }
   }
   if (!target.has_filename()) {
     throw_cannot_write(path, "it names a directory");
