@@ -95,7 +95,6 @@ def _c_string(text: str) -> int:
     return ctypes.cast(string, ctypes.c_void_p).value or 0
 
 
-@functools.lru_cache(maxsize=256)
 def pack_options(
     window_left: int,
     window_right: int,
@@ -108,7 +107,10 @@ def pack_options(
     max_seqlen_kv: int,
     backend: str | None,
 ) -> bytes:
-    """fg_options, with a backend's name that stays alive."""
+    """fg_options, with a backend's name that stays alive.
+
+    Not cached: an option may be a tensor of one element, which may be another one in the next call.
+    """
     try:
         return OPTIONS.pack(
             OPTIONS.size, window_left, window_right, top_left, scale, softcap, deterministic,

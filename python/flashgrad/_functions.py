@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ Alignment = Literal["bottom-right", "top-left"]
 ALIGNMENTS = {"bottom-right": 0, "top-left": 1}
 NAN = float("nan")
 
-_LENGTHS = ("sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset")
-_LENGTH_SLOTS = tuple(SLOT[name] for name in _LENGTHS)
+LENGTHS = ("sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset")
+_LENGTH_SLOTS = tuple(SLOT[name] for name in LENGTHS)
 
 
 def forward(
@@ -247,10 +248,16 @@ def band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]
         if right is not None and right != 0:
             raise ValueError(f"flashgrad: window: right side {right} with causal, want None or 0")
         right = 0
-    return (
-        UNBOUNDED if left is None else min(left, UNBOUNDED),
-        UNBOUNDED if right is None else min(right, UNBOUNDED),
-    )
+    return _side(left), _side(right)
+
+
+def _side(side: Any) -> Any:
+    if side is None:
+        return UNBOUNDED
+    try:
+        return min(operator.index(side), UNBOUNDED)
+    except TypeError:
+        return side  # pack_options says what it is
 
 
 def _add_lengths(call: Call, tensors: tuple[Any, ...]) -> None:

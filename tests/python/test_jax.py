@@ -257,6 +257,15 @@ def test_packed_sequences_and_offsets():
         jax.block_until_ready(run(bad, None, q, k, v))
 
 
+def test_options_may_be_arrays():
+    q = jnp.ones((9, 2, 8))
+    cu = jnp.array([0, 9], jnp.int32)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    got = fgj.attention(q, q, q, window=(jnp.int32(3), 0), max_seqlen_q=jnp.int32(9), **packed)
+    want = fgj.attention(q, q, q, window=(3, 0), max_seqlen_q=9, **packed)
+    assert all(map(jnp.array_equal, got, want))
+
+
 def test_traced_options_are_refused():
     q, k, v = qkv()
     for options in ("scale", "softcap"):

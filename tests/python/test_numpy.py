@@ -220,6 +220,20 @@ def test_refusals(change, error, words):
         flashgrad.forward(**arguments)
 
 
+def test_options_that_are_arrays_are_read_each_time():
+    torch = pytest.importorskip("torch")
+    q, k, v = arrays(*[(1, 9, 2, 8)] * 3)
+    for make in (np.array, torch.tensor):
+        numbers = {"scale": make(0.5), "softcap": make(2.0), "window": (make(3), make(0))}
+        flashgrad.forward(q, k, v, **numbers)
+        numbers["scale"][...] = 0.25
+        numbers["softcap"][...] = 3.0
+        numbers["window"][0][...] = 1
+        got, _ = flashgrad.forward(q, k, v, **numbers)
+        want, _ = flashgrad.forward(q, k, v, scale=0.25, softcap=3.0, window=(1, 0))
+        assert np.array_equal(got, want)
+
+
 def test_overlapping_outputs_are_refused():
     q, k, v = arrays(*[(1, 4, 2, 8)] * 3)
     with pytest.raises(ValueError, match="out: overlaps q"):

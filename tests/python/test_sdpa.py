@@ -76,6 +76,13 @@ def test_dimensions():
         compare(inputs)
 
 
+@pytest.mark.parametrize("lead", [(3, 4), (4,), ()])
+@pytest.mark.parametrize("rows, keys", [(0, 7), (9, 0)])
+def test_empty(lead, rows, keys):
+    shapes = ((*lead, rows, 8), (*lead, keys, 8), (*lead, keys, 8))
+    compare([torch.ones(shape, requires_grad=True) for shape in shapes])
+
+
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_causal_biases(bias):
     inputs = tensors()
@@ -212,6 +219,8 @@ def test_refusals():
         fgt.scaled_dot_product_attention(q, *tensors(heads_kv=2)[1:])
     with pytest.raises(TypeError, match="value: a NoneType, want a Tensor"):
         fgt.scaled_dot_product_attention(q, k, None)
+    with pytest.raises(TypeError, match="attn_mask: a list, want a Tensor"):
+        fgt.scaled_dot_product_attention(q, k, v, [True])
     nested = torch.nested.nested_tensor([q[0].detach(), q[1].detach()])
     with pytest.raises(NotImplementedError, match="query: a nested tensor"):
         fgt.scaled_dot_product_attention(nested, nested, nested)

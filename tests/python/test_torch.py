@@ -11,6 +11,7 @@ import flashgrad.torch as fgt
 import pytest
 import textbook
 import torch
+from flashgrad._functions import LENGTHS
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 from torch_inputs import BACKWARD, FORWARD, close, operator_options, qkv, tensors
@@ -137,6 +138,11 @@ def test_windows_and_maxima_may_be_tensors():
     window[0] = 1
     got = fgt.flash_attn_func(*inputs, window_size=window)
     assert torch.equal(got, fgt.flash_attn_func(*inputs, window_size=(1, -1)))
+    sides = (torch.tensor(3), torch.tensor(0))
+    fgt.flash_attn_func(*inputs, window_size=sides)
+    sides[0].fill_(1)
+    got = fgt.flash_attn_func(*inputs, window_size=sides)
+    assert torch.equal(got, fgt.flash_attn_func(*inputs, window_size=(1, 0)))
     (packed,) = tensors((18, 3, 2, 8))
     want = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, 14)
     got = fgt.flash_attn_varlen_qkvpacked_func(packed, CU, CU.diff().max())
@@ -202,6 +208,18 @@ def test_refused_options(change, words):
         fgt.flash_attn_func(*qkv(), **change)
 
 
+@pytest.mark.parametrize("option", ["softmax_scale", "softcap"])
+def test_a_number_that_requires_grad_is_refused(option):
+    """A learned temperature would stay as it is without a word."""
+    inputs = qkv()
+    number = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="a tensor that requires grad, want a number"):
+        fgt.flash_attn_func(*inputs, **{option: number})
+    with torch.no_grad():
+        got = fgt.flash_attn_func(*inputs, **{option: number})
+    assert torch.equal(got, fgt.flash_attn_func(*inputs, **{option: 0.5}))
+
+
 def test_arguments_of_flash_attn_3():
     inputs = qkv()
     want = fgt.flash_attn_func(*inputs)
@@ -228,6 +246,8 @@ def test_errors_are_pytorchs_too():
             fgt.flash_attn_func(q, k.double(), v)
         with pytest.raises(error, match="alignment"):
             fgt.flash_attn_func(q, k, v, alignment="left")
+        with pytest.raises(error, match=r"window_size: None, want \(left, right\)"):
+            fgt.flash_attn_func(q, k, v, window_size=None)
 
 
 def test_what_is_no_dense_tensor():
@@ -247,6 +267,15 @@ def test_what_is_no_dense_tensor():
         FORWARD(q, k.to("meta"), v, *operator_options())
     with pytest.raises(ValueError, match="v: on cpu, want meta"):
         FORWARD(q.to("meta"), k.to("meta"), v, *operator_options())
+    for i, name in enumerate(LENGTHS):
+        options = list(operator_options())
+        options[i] = torch.zeros(2, device="meta")
+        with pytest.raises(ValueError, match=f"{name}: on meta, want cpu"):
+            FORWARD(q, k, v, *options)
+    with pytest.raises(NotImplementedError, match="q: torch.sparse_coo, want a dense tensor"):
+        fgt.flash_attn_func(q.detach().to_sparse(), k, v)
+    with pytest.raises(TypeError, match="cu_seqlens_kv: a list, want a Tensor"):
+        fgt.flash_attn_varlen_func(q[0], k[0], v[0], CU, CU.tolist(), 14, 14)
 
 
 def test_errors_of_the_library():

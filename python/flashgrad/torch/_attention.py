@@ -17,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from .._functions import LENGTHS
 from ._layout import HEADS_FIRST, Layout, empty_like, parts
 from ._operators import (
     backward_op,
@@ -42,6 +43,8 @@ def check_tensor(name: str, x: Any) -> None:
             f"flashgrad: {name}: a nested tensor, want a dense one: give the values and offsets of "
             "its sequences to flash_attn_varlen_func"
         )
+    if x.layout != torch.strided:
+        raise NotImplementedError(f"flashgrad: {name}: {x.layout}, want a dense tensor")
 
 
 def _is_cast(*tensors: torch.Tensor) -> bool:
@@ -276,6 +279,12 @@ def attend(
         tensors = [x.transpose(1, 2) for x in tensors]
         out, lse = attend(tensors, None, others, numbers)
         return out.transpose(1, 2) if layout == HEADS_FIRST else out, lse
+    for name, x in (("scale", numbers[5]), ("softcap", numbers[6])):
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"flashgrad: {name}: a tensor that requires grad, want a number: it would get no "
+                "gradient (q may be multiplied by such a scale instead)"
+            )
     numbers = (*(int(x) if isinstance(x, torch.Tensor) else x for x in numbers[:2]), *numbers[2:])
     options = (*others, *numbers)
     if ordinary:
@@ -287,4 +296,7 @@ def attend(
         return forward_kernel(*separate, *options)
     for name, x in zip(("q", "k", "v"), tensors):
         check_tensor(name, x)
+    for name, x in zip(LENGTHS, others):
+        if x is not None:
+            check_tensor(name, x)
     return forward_op(*parts(tensors, layout), *options)

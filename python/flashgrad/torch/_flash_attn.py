@@ -76,7 +76,12 @@ def _attend(
     if dropout_p != 0.0 or alibi_slopes is not None:
         _refuse(dropout_p, alibi_slopes)
     # As flash-attn's users expect, a negative side is open, and causal closes the right one.
-    left, right = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    try:
+        left, right = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"flashgrad: window_size: {window_size!r}, want (left, right)"
+        ) from None
     if left is not None and left < 0:
         left = None
     if causal:

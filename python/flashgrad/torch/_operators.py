@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from .._call import Call, capsule_pointer, pack_options
+from .._functions import LENGTHS
 from .._library import BACKWARD, FORWARD, UNBOUNDED, ArgumentError
 from ._layout import empty_like
 from ._plans import current_stream
@@ -33,7 +34,7 @@ _OPTIONS = (
     "bool deterministic"
 )
 _NUM_OPTIONS = _OPTIONS.count(",") + 1
-_NUM_LENGTHS = 6  # those of the options that are tensors: sinks, and what follows
+_NUM_LENGTHS = len(LENGTHS)  # those of the options that are tensors
 
 library = torch.library.Library("flashgrad", "DEF")
 library.define(
@@ -150,8 +151,8 @@ def _backward_kernel(*arguments: Any) -> Any:
 
 def _forward_meta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
     # The library compares the others; a tensor without memory among them brings all of them here.
-    for name, x in (("k", k), ("v", v)):
-        if x.device != q.device:
+    for name, x in zip(("k", "v", *LENGTHS), (k, v, *options)):
+        if x is not None and x.device != q.device:
             raise ArgumentError(f"flashgrad: {name}: on {x.device}, want {q.device} (q's)")
     return empty_results(q, v)
 

@@ -82,6 +82,8 @@ def scaled_dot_product_attention(
     for x in (query, key, value):
         if not isinstance(x, torch.Tensor) or x.is_nested or x.ndim < 2:
             _refuse(query=query, key=key, value=value)
+    if attn_mask is not None:
+        check_tensor("attn_mask", attn_mask)
     q, k, v, leading = _to_batch_heads(query, key, value)
     if q.shape[1] != k.shape[1] and k.shape[1] != 1 and not enable_gqa:
         raise ArgumentError(
@@ -135,7 +137,7 @@ def _to_batch_heads(
     ndim = max(x.ndim for x in tensors)
     leading = (*batch, heads[0]) if ndim > 2 else ()
     q, k, v = (
-        x.expand(*batch, h, *x.shape[-2:]).reshape(-1, h, *x.shape[-2:])
+        x.expand(*batch, h, *x.shape[-2:]).reshape(batch.numel(), h, *x.shape[-2:])
         for x, h in zip(tensors, heads)
     )
     return q, k, v, leading
