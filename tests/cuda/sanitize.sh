@@ -25,7 +25,7 @@ run() {
   # it write.
   local skip=()
   [ "$tool" = initcheck ] || skip=(--kernel-regex-exclude kns=reference_)
-  timeout -k 2 "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 3 --print-limit 20 \
+  timeout -k 2 "$LIMIT" compute-sanitizer --tool "$tool" --error-exitcode 3 --print-limit 200 \
     "${skip[@]}" "$programs/$2" "${@:3}" > "$log" 2>&1
   status=$?
   printf '%-40s exit %3d, %3d s, %2d checks right; %s\n' "$what" "$status" $((SECONDS - start)) \
