@@ -418,3 +418,7 @@ def test_empty_tensors():
     out, pullback = jax.vjp(lambda *x: fgj.attention(*x)[0], q, k, v)
     assert out.shape == (2, 0, 4, 8)
     assert not any(x.any() for x in pullback(out))
+    x = jnp.zeros((0, 2, 9, 4, 8))  # a mapped axis without elements
+    over = jax.vmap(lambda x: fgj.attention(x, x, x)[0])
+    out, pullback = jax.vjp(over, x)
+    assert out.shape == pullback(out)[0].shape == x.shape

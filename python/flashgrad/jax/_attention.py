@@ -70,8 +70,9 @@ def _mappable(
                 name: x if name == "sinks" else _fold(axis_size, x, batched[name])
                 for name, x in tensors.items()
             }
+            batch = tensors["q"].shape[1 if batched["q"] else 0]
             results = {
-                name: x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:])
+                name: x.reshape(axis_size, batch, *x.shape[1:])
                 for name, x in function(folded).items()
             }
         return results, {name: True for name in results}
