@@ -20,8 +20,8 @@ TEST(Sm90ForwardConfig, PiecesOfSharedMemoryFollowEachOther) {
       EXPECT_EQ(tile % tile::kTileAlignment, 0) << c.head_dim;
     }
     EXPECT_EQ(c.k_offset(), c.q_bytes());
-    EXPECT_EQ(c.v_offset(), c.k_offset() + c.k_stages * c.k_bytes());
-    EXPECT_EQ(c.out_offset(), c.v_offset() + c.v_stages * c.v_bytes());
+    EXPECT_EQ(c.v_offset(), c.k_offset() + c.kStages * c.k_bytes());
+    EXPECT_EQ(c.out_offset(), c.v_offset() + c.kStages * c.v_bytes());
     // Out goes through shared memory in all kernels but those that leave no room for it.
     EXPECT_EQ(c.stages_out(), c.head_dim_v <= 128) << c.head_dim;
     EXPECT_EQ(c.row_keys_offset() - c.out_offset(), c.stages_out() ? c.out_bytes() : 0);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
   using KvTile = tile::SwizzledTile<C.block_n>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = 64 * consumer + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  RingPosition<C.k_stages> ring;  // of K; a block's V is the same use of its own ring
+  RingPosition<C.kStages> ring;  // of K; a block's V is the same use of its own ring
   RingPosition<1> q_ring;
   RingPosition<C.tiles()> slot;
   const auto release = [&](std::uint32_t barrier) {
@@ -132,13 +132,13 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
     const FwdBlocks blocks = uniform(tile.part_blocks[consumer]);
 
     // A block that only other warpgroups use.
-    const auto skip_k = [&](RingPosition<C.k_stages> at) {
+    const auto skip_k = [&](RingPosition<C.kStages> at) {
       ptx::mbarrier_wait(shared.k_full(at.stage()), at.phase());
       release(shared.k_empty(at.stage()));
       take_token();
       pass_token();
     };
-    const auto skip_v = [&](RingPosition<C.v_stages> at) {
+    const auto skip_v = [&](RingPosition<C.kStages> at) {
       ptx::mbarrier_wait(shared.v_full(at.stage()), at.phase());
       release(shared.v_empty(at.stage()));
     };
@@ -164,7 +164,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       const std::uint32_t q_address = uniform(shared.q() + 64 * tile::kBoxRowBytes * consumer);
 
       // V of the block whose scores were made last.
-      const auto before = [&] { return RingPosition<C.v_stages>{ring.uses - 1}; };
+      const auto before = [&] { return RingPosition<C.kStages>{ring.uses - 1}; };
       const auto describe_k = [&] {
         return KvTile::k_major_descriptor(uniform(shared.k(ring.stage())));
       };
@@ -203,7 +203,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       };
       // Scores of block n, and out of the block before it, n + 1.
       const auto step = [&]<bool kMasked>(int n) {
-        const RingPosition<C.v_stages> v_at = before();
+        const RingPosition<C.kStages> v_at = before();
         const std::uint64_t k_descriptor = describe_k();
         const std::uint64_t v_descriptor = describe_v();
         ptx::mbarrier_wait(shared.k_full(ring.stage()), ring.phase());
@@ -239,7 +239,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         pack_probabilities();
       };
 
-      const RingPosition<C.k_stages> first = ring;
+      const RingPosition<C.kStages> first = ring;
       const int skipped = loaded.end - blocks.end;
 #pragma unroll 1
       for (int i = 0; i < skipped; ++i) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       }
       if (const int keys = static_cast<int>(tile.band.seqlen_kv) - n * C.block_n;
           p.clear_values && keys < C.block_n) {
-        const RingPosition<C.v_stages> last = before();
+        const RingPosition<C.kStages> last = before();
         ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
         clear_value_rows<C.block_n, C.boxes(C.head_dim_v)>(shared.v(last.stage()), keys, C.block_n,
                                                            1 + C.num_consumers + consumer);
@@ -285,7 +285,7 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
         step.template operator()<true>(n);
       }
       release(shared.q_empty());
-      const RingPosition<C.v_stages> last = before();
+      const RingPosition<C.kStages> last = before();
       ptx::mbarrier_wait(shared.v_full(last.stage()), last.phase());
       take_token();
       ptx::wgmma_fence();

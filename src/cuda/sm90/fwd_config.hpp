@@ -14,10 +14,10 @@ struct FwdConfig {
   int head_dim_v;     // of v and out
   int num_consumers;  // warpgroups with 64 query rows each
   int block_n;        // keys of a step
-  int k_stages;       // a power of 2
-  int v_stages;       // likewise
   bool ping_pong;     // a consumer issues its products only after the one before it has
   bool late_wait;     // O is waited for after the exponentials, not before them
+
+  static constexpr int kStages = 2;  // of K and of V
 
   constexpr int block_m() const { return 64 * num_consumers; }
   // A warpgroup for the loads and the schedule comes first.
@@ -41,8 +41,8 @@ struct FwdConfig {
   // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
   constexpr int q_offset() const { return 0; }
   constexpr int k_offset() const { return q_offset() + q_bytes(); }
-  constexpr int v_offset() const { return k_offset() + k_stages * k_bytes(); }
-  constexpr int out_offset() const { return v_offset() + v_stages * v_bytes(); }
+  constexpr int v_offset() const { return k_offset() + kStages * k_bytes(); }
+  constexpr int out_offset() const { return v_offset() + kStages * v_bytes(); }
   constexpr int row_keys_offset() const { return out_offset() + (stages_out() ? out_bytes() : 0); }
   constexpr int tiles_offset() const {
     return row_keys_offset() + tiles() * kRowKeysBytes * block_m();
@@ -57,7 +57,7 @@ struct FwdConfig {
   // Tiles described at a time, a power of 2: with four, short ones are known before the loads
   // come to them.
   constexpr int tiles() const { return shared_bytes(stages_out(), 4) <= kSharedBytes ? 4 : 2; }
-  constexpr int num_barriers(int tiles) const { return 3 * tiles + 3 + 2 * (k_stages + v_stages); }
+  constexpr int num_barriers(int tiles) const { return 3 * tiles + 3 + 4 * kStages; }
   constexpr int shared_bytes(bool with_out, int tiles) const {
     return out_offset() + (with_out ? out_bytes() : 0) +
            tiles * (kRowKeysBytes * block_m() + kTileBytes) + 8 * num_barriers(tiles);
@@ -71,7 +71,6 @@ struct FwdConfig {
   constexpr bool valid() const {
     return shared_bytes() <= kSharedBytes && live_registers() <= consumer_registers() &&
            block_n % 16 == 0 && block_n <= 128 && head_dim % 16 == 0 && head_dim_v % 32 == 0 &&
-           (k_stages & (k_stages - 1)) == 0 && (v_stages & (v_stages - 1)) == 0 &&
            num_consumers <= 3;
   }
 };

@@ -53,8 +53,8 @@ __device__ __forceinline__ void fwd_producer(const FwdShared<kVariant>& shared, 
   // that is still busy.
   constexpr int kBlocksAhead = 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  RingPosition<C.k_stages> k_ring;
-  RingPosition<C.v_stages> v_ring;
+  RingPosition<C.kStages> k_ring;
+  RingPosition<C.kStages> v_ring;
   RingPosition<1> q_ring;
   RingPosition<C.tiles()> slot;
   while (true) {

@@ -77,9 +77,9 @@ struct FwdShared {
   __device__ std::uint32_t q_full() const { return barrier(3 * C.tiles() + 1); }
   __device__ std::uint32_t q_empty() const { return barrier(3 * C.tiles() + 2); }
   __device__ std::uint32_t k_full(int stage) const { return barrier(3 * C.tiles() + 3 + stage); }
-  __device__ std::uint32_t k_empty(int stage) const { return k_full(C.k_stages + stage); }
-  __device__ std::uint32_t v_full(int stage) const { return k_full(2 * C.k_stages + stage); }
-  __device__ std::uint32_t v_empty(int stage) const { return v_full(C.v_stages + stage); }
+  __device__ std::uint32_t k_empty(int stage) const { return k_full(C.kStages + stage); }
+  __device__ std::uint32_t v_full(int stage) const { return k_full(2 * C.kStages + stage); }
+  __device__ std::uint32_t v_empty(int stage) const { return v_full(C.kStages + stage); }
 
   // One thread.
   __device__ void init_barriers() const {
@@ -92,11 +92,9 @@ struct FwdShared {
     ptx::mbarrier_init(tile_wanted(), 1);
     ptx::mbarrier_init(q_full(), 1);
     ptx::mbarrier_init(q_empty(), kConsumerWarps);
-    for (int i = 0; i < C.k_stages; ++i) {
+    for (int i = 0; i < C.kStages; ++i) {
       ptx::mbarrier_init(k_full(i), 1);
       ptx::mbarrier_init(k_empty(i), kConsumerWarps);
-    }
-    for (int i = 0; i < C.v_stages; ++i) {
       ptx::mbarrier_init(v_full(i), 1);
       ptx::mbarrier_init(v_empty(i), kConsumerWarps);
     }
