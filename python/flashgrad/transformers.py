@@ -222,7 +222,7 @@ def attend(
         Dropout, position biases, attention weights as output, other masks.
     """
     for name, refused in (
-        ("dropout (set attention_dropout=0)", dropout),
+        ("dropout (set attention_dropout, in BERT attention_probs_dropout_prob, to 0)", dropout),
         ("position_bias", position_bias is not None),
         ("output_attentions", output_attentions),
     ):
