@@ -56,8 +56,8 @@ __device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapp
   }
 }
 
-// A tile as prepare has described it, by a warp. Where units are served, rows_ready may have changed
-// since; if it is set, the rows are seen.
+// A tile as prepare has described it, by a warp. Where units are served, rows_ready may have
+// changed since; if it is set, the rows are seen.
 template <bool kServesUnits>
 __device__ __forceinline__ void load_tile(KeyTile* tile, const KeyTile* from) {
   const unsigned lane = threadIdx.x % 32;
