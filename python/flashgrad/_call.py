@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, library
+from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, ArgumentError, library
 
 _MAX_NDIM = 4
 _TENSORS_AND_OPTIONS = struct.Struct(f"{TENSORS.format}{OPTIONS.size}s")
@@ -86,6 +86,7 @@ def dlpack_dtype(dtype: Any) -> tuple[int, int]:
     return _CODES[dtype.kind], 8 * dtype.itemsize
 
 
+_DEFAULT_SCALE = float("nan")
 _strings: dict[str, ctypes.c_char_p] = {}
 
 
@@ -99,7 +100,7 @@ def pack_options(
     window_left: int,
     window_right: int,
     top_left: bool,
-    scale: float,
+    scale: float | None,
     softcap: float,
     deterministic: bool,
     num_threads: int,
@@ -111,6 +112,12 @@ def pack_options(
 
     Not cached: an option may be a tensor of one element, which may be another one in the next call.
     """
+    if scale is None:
+        scale = _DEFAULT_SCALE
+    elif scale != scale:  # the library would take it for None
+        raise ArgumentError(
+            "flashgrad: scale: nan, want a finite number, or None for 1 / sqrt(head_dim)"
+        )
     try:
         return OPTIONS.pack(
             OPTIONS.size, window_left, window_right, top_left, scale, softcap, deterministic,
@@ -131,7 +138,7 @@ def pack_options(
         try:
             struct.pack(code, value)
         except struct.error:
-            raise ValueError(f"flashgrad: {name}: {value!r}, want {want}") from None
+            raise ArgumentError(f"flashgrad: {name}: {value!r}, want {want}") from None
     raise AssertionError("each option could be packed alone")
 
 
@@ -160,6 +167,12 @@ class Call:
         if how == "numpy":
             self.add_numpy(slot, tensor, output)
         elif how == "torch":
+            if tensor.is_neg():  # its memory has the other sign
+                if output:
+                    raise ArgumentError(
+                        f"flashgrad: {TENSOR_NAMES[slot]}: is lazily negated, but would be written"
+                    )
+                tensor = tensor.resolve_neg()
             capsule = sys.modules["torch"]._C._to_dlpack(tensor)
             self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
             self.keep.append(capsule)

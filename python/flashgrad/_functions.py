@@ -12,7 +12,6 @@ from ._library import BACKWARD, FORWARD, UNBOUNDED
 
 Alignment = Literal["bottom-right", "top-left"]
 ALIGNMENTS = {"bottom-right": 0, "top-left": 1}
-NAN = float("nan")
 
 LENGTHS = ("sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset")
 _LENGTH_SLOTS = tuple(SLOT[name] for name in LENGTHS)
@@ -96,14 +95,16 @@ def forward(
     -------
     out, lse
         ``out`` and ``lse`` where given, else new tensors: PyTorch's for PyTorch tensors, NumPy
-        arrays for all others. lse is None if False was given.
+        arrays for all others. lse is None if False was given. Autograd records nothing:
+        ``flashgrad.torch`` has the functions with gradients.
 
     Raises
     ------
     ValueError
         A tensor or an option contradicts the rules; nothing was written. The message names it.
     NotImplementedError
-        No backend serves the call; the message has each backend's reason.
+        No backend serves the call; the message has each backend's reason. Or the call is recorded
+        by ``torch.jit.trace`` or ``make_fx``.
     RuntimeError
         The device reported an error.
     TypeError
@@ -287,12 +288,13 @@ def _run(
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     left, right = band(causal, window)
     options = pack_options(
-        left, right, ALIGNMENTS[alignment], NAN if scale is None else scale, softcap,
+        left, right, ALIGNMENTS[alignment], scale, softcap,
         deterministic, num_threads, max_seqlen_q, max_seqlen_kv, backend,
     )  # fmt: skip
     num_bytes = call.prepare(which, options)
     if how == "torch":
         torch = sys.modules["torch"]
+        _refuse_tracing(torch)
         workspace = _empty(how, (num_bytes,), torch.uint8, q, stream)
         address = workspace.data_ptr()
         if stream is None and q.is_cuda:
@@ -303,6 +305,16 @@ def _run(
         workspace = numpy.empty(num_bytes, numpy.uint8)
         address = workspace.ctypes.data
     call.launch(which, address, num_bytes, stream or 0)
+
+
+def _refuse_tracing(torch: Any) -> None:
+    """What runs below PyTorch would be missing in a program that PyTorch records."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    if torch.jit.is_tracing() or torch._C._get_dispatch_mode(proxies) is not None:
+        raise NotImplementedError(
+            "flashgrad: forward and backward can't be recorded by torch.jit.trace or make_fx: use "
+            "the functions of flashgrad.torch"
+        )
 
 
 def _empty(how: str, shape: tuple[int, ...], dtype: Any, like: Any, stream: int | None) -> Any:

@@ -203,6 +203,8 @@ def test_empty():
         ({"alignment": "middle"}, ValueError, "alignment: 'middle'"),
         ({"backend": "gpu"}, ValueError, 'backend: "gpu"'),
         ({"num_threads": -1}, ValueError, "num_threads"),
+        ({"scale": float("nan")}, ValueError, "scale: nan, want a finite number, or None"),
+        ({"scale": "1"}, RuntimeError, "scale: '1', want a number"),
         ({"max_seqlen_q": 2**70}, ValueError, "max_seqlen_q: 118.*, want a whole number of 64"),
         ({"num_threads": 1.5}, ValueError, "num_threads: 1.5, want a whole number of 32 bits"),
         ({"window": (1.5, 0)}, ValueError, "window_left: 1.5, want a whole number"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._call import pack_options
-from .._functions import ALIGNMENTS, NAN, Alignment, band
+from .._functions import ALIGNMENTS, Alignment, band
 from .._library import BACKWARD, FORWARD
 from ._ffi import call, vary_over, varying_axes
 
@@ -192,8 +192,8 @@ def attention(
             )
     left, right = band(causal, window)
     options = pack_options(
-        left, right, ALIGNMENTS[alignment], NAN if scale is None else float(scale),
-        float(softcap), bool(deterministic), 0, max_seqlen_q, max_seqlen_kv, None,
+        left, right, ALIGNMENTS[alignment], scale, softcap, bool(deterministic), 0, max_seqlen_q,
+        max_seqlen_kv, None,
     )  # fmt: skip
     tensors = {
         "q": q, "k": k, "v": v, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q,
