@@ -62,6 +62,10 @@ def kind(cls: type) -> str:
     # An instance of either library's class can only exist once that library is imported.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and issubclass(cls, numpy.ndarray):
+        if issubclass(cls, numpy.ma.MaskedArray):
+            raise TypeError(
+                "flashgrad: a numpy.ma.MaskedArray, want an array without a mask: it would be ignored"
+            )
         return "numpy"
     if torch is not None and issubclass(cls, torch.Tensor):
         return "torch"
@@ -92,6 +96,8 @@ _strings: dict[str, ctypes.c_char_p] = {}
 
 def _c_string(text: str) -> int:
     """The address of a C string that is never freed: there are only so many backends' names."""
+    if not isinstance(text, str) or "\0" in text:
+        raise ArgumentError(f"flashgrad: backend: {text!r}, want a name, or None")
     string = _strings.setdefault(text, ctypes.c_char_p(text.encode()))
     return ctypes.cast(string, ctypes.c_void_p).value or 0
 
@@ -177,6 +183,13 @@ class Call:
             self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
             self.keep.append(capsule)
         else:
+            # JAX does not say in its capsule that nobody may write to its arrays.
+            jax = sys.modules.get("jax")
+            if output and jax is not None and isinstance(tensor, jax.Array):
+                raise ValueError(
+                    f"flashgrad: {TENSOR_NAMES[slot]}: a jax.Array, which can't be changed, but it "
+                    "would be written"
+                )
             self.add_capsule(slot, _capsule(TENSOR_NAMES[slot], tensor), output)
 
     def add_numpy(self, slot: int, array: Any, output: bool) -> None:

@@ -137,6 +137,7 @@ def forward(
         call, FORWARD, how, q, causal, window, alignment, scale, softcap, False, num_threads,
         max_seqlen_q, max_seqlen_kv, backend, stream,
     )  # fmt: skip
+    _mark_written(out, lse)
     return out, lse
 
 
@@ -236,6 +237,7 @@ def backward(
         call, BACKWARD, how, q, causal, window, alignment, scale, softcap, deterministic,
         num_threads, max_seqlen_q, max_seqlen_kv, backend, stream,
     )  # fmt: skip
+    _mark_written(*gradients)
     return tuple(gradients) if sinks is not None else tuple(gradients[:3])
 
 
@@ -315,6 +317,14 @@ def _refuse_tracing(torch: Any) -> None:
             "flashgrad: forward and backward can't be recorded by torch.jit.trace or make_fx: use "
             "the functions of flashgrad.torch"
         )
+
+
+def _mark_written(*tensors: Any) -> None:
+    """Autograd must know that tensors which it may have saved are others now."""
+    torch = sys.modules.get("torch")
+    for x in tensors:
+        if torch is not None and isinstance(x, torch.Tensor) and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
 
 def _empty(how: str, shape: tuple[int, ...], dtype: Any, like: Any, stream: int | None) -> Any:

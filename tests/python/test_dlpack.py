@@ -102,3 +102,30 @@ def test_recording_is_refused(qkv):
     for record in (lambda: torch.jit.trace(call, (q,)), lambda: make_fx(call)(q)):
         with pytest.raises(NotImplementedError, match="use the functions of flashgrad.torch"):
             record()
+
+
+def test_what_autograd_saved_is_not_overwritten_in_silence(qkv):
+    q, k, v = map(torch.from_numpy, qkv)
+    saved = torch.ones_like(q)
+    factor = torch.ones_like(q, requires_grad=True)
+    (factor * saved).sum().backward()
+    product = (factor * saved).sum()
+    out, lse = flashgrad.forward(q, k, v, out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    product = (factor * saved).sum()
+    flashgrad.backward(torch.ones_like(q), q, k, v, out.clone(), lse, dq=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        flashgrad.forward(q, k, v, out=torch.empty_like(q))
+
+
+def test_arrays_of_jax_are_not_written(qkv):
+    jnp = pytest.importorskip("jax.numpy")
+    given = jnp.zeros(qkv[0].shape)
+    with pytest.raises(ValueError, match="out: a jax.Array, which can't be changed"):
+        flashgrad.forward(*qkv, out=given)
+    assert not given.any()
+    want = flashgrad.forward(*qkv)[0]
+    assert np.array_equal(flashgrad.forward(*map(jnp.asarray, qkv))[0], want)
