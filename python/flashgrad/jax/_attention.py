@@ -122,6 +122,17 @@ def _refuse(*arguments: Any) -> Any:
 
 
 _gradients.defvjp(_refuse, _refuse)
+def _as_array(name: str, x: Any) -> jax.Array:
+    array = jnp.asarray(x)
+    # Without jax_enable_x64 JAX cuts NumPy's integers to 32 bits without a word.
+    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
+        if not np.array_equal(x.astype(array.dtype), x):
+            raise ValueError(
+                f"flashgrad: {name}: entries that are no {array.dtype}, JAX's integers here"
+            )
+    return array
+
+
 # Compiled, so that the platform is that of the arrays and a call outside of jit is made only once.
 _compiled = jax.jit(_attention, static_argnums=0)
 
@@ -200,7 +211,7 @@ def attention(
         "cu_seqlens_kv": cu_seqlens_kv, "seqused_q": seqused_q, "seqused_kv": seqused_kv,
         "q_offset": q_offset,
     }  # fmt: skip
-    tensors = {name: jnp.asarray(x) for name, x in tensors.items() if x is not None}
+    tensors = {name: _as_array(name, x) for name, x in tensors.items() if x is not None}
     if q_offset is not None and not jnp.issubdtype(tensors["q_offset"].dtype, np.integer):
         raise ValueError(f"flashgrad: q_offset: dtype {tensors['q_offset'].dtype}, want integers")
     axes = varying_axes(tensors.values())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -97,8 +98,7 @@ def dot_product_attention(
     if is_causal:
         bands.append((None, 0))
     if local_window_size is not None:
-        window = local_window_size
-        bands.append((window, window) if isinstance(window, int) else tuple(window))
+        bands.append(_sides(local_window_size))
     if mask is not None:
         batch, rows, heads = query.shape[:3]
         bands.append(_read_mask(mask, (batch, heads, rows, key.shape[1])))
@@ -117,6 +117,22 @@ def dot_product_attention(
         return out
     lse = jax.lax.stop_gradient(lse.transpose(0, 2, 1)).astype(out.dtype)
     return out, lse.reshape(shape[:-1])
+
+
+def _sides(window: Any) -> tuple[Any, Any]:
+    try:
+        side = operator.index(window)
+    except TypeError:
+        pass
+    else:
+        return side, side
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"flashgrad: local_window_size: {window!r}, want a whole number or (left, right)"
+        ) from None
+    return left, right
 
 
 def _narrowest(sides: Any) -> int | None:
