@@ -29,8 +29,7 @@ _MASK_ROWS = 256
 
 # Functions whose result is the same mask.
 _COPIES = {
-    "__deepcopy__", "__getitem__", "bool", "clone", "contiguous", "cpu", "cuda", "detach", "expand",
-    "to",
+    "__getitem__", "bool", "clone", "contiguous", "cpu", "cuda", "detach", "expand", "to",
 }  # fmt: skip
 
 
