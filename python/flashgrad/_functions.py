@@ -87,7 +87,7 @@ def forward(
     num_threads : int
         0: OpenMP's own number. The result is the same bits for any number.
     backend : str, optional
-        One of ``backends()``; None: FLASHGRAD_BACKEND, else the first that supports the call.
+        The name of one of ``backends()``; None: FLASHGRAD_BACKEND, else the first that supports the call.
     stream : int, optional
         The cudaStream_t of CUDA tensors; None: PyTorch's current one on their device.
 
