@@ -59,7 +59,12 @@ class FinishedMask(torch.Tensor):
         What a model changes in its layers (as those that choose keys by their content) means
         something else, and nobody can read it from this.
         """
-        result = super().__torch_function__(func, types, args, kwargs)
+        try:
+            result = super().__torch_function__(func, types, args, kwargs)
+        except RuntimeError as error:  # its shape does not fit the others'
+            raise NotImplementedError(
+                REFUSED.format("that the model computes with in its layers")
+            ) from error
         if args and isinstance(args[0], FinishedMask) and isinstance(result, FinishedMask):
             if getattr(func, "__name__", "") in _COPIES:
                 result.__dict__.update(args[0].__dict__)

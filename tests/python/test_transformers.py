@@ -201,6 +201,8 @@ def test_a_mask_that_the_model_changed_is_refused():
     for changed in (mask & ~hidden, mask.masked_fill(hidden, False), ~mask):
         with pytest.raises(NotImplementedError, match="that the model has changed"):
             attend(changed)
+    with pytest.raises(NotImplementedError, match="that the model computes with"):
+        torch.ones(1, 5, 5) + mask[:, 0]
 
 
 def test_deterministic_is_handed_on(monkeypatch):
