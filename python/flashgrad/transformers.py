@@ -46,10 +46,12 @@ class FinishedMask(torch.Tensor):
     if it was made before the forward pass (for a static cache). This one has no elements.
     """
 
+    band: KeyBand | Unserved = Unserved("that the model has changed")
+
     @staticmethod
     def of(band: KeyBand | Unserved) -> FinishedMask:
         finished = torch.empty((1, 1, 0, 0), dtype=torch.bool).as_subclass(FinishedMask)
-        finished.band = band  # type: ignore[attr-defined]
+        finished.band = band
         return finished
 
     @classmethod
@@ -65,11 +67,9 @@ class FinishedMask(torch.Tensor):
             raise NotImplementedError(
                 REFUSED.format("that the model computes with in its layers")
             ) from error
-        if args and isinstance(args[0], FinishedMask) and isinstance(result, FinishedMask):
-            if getattr(func, "__name__", "") in _COPIES:
-                result.__dict__.update(args[0].__dict__)
-            else:
-                result.band = Unserved("that the model has changed")  # type: ignore[attr-defined]
+        if isinstance(result, FinishedMask):
+            same = func.__name__ in _COPIES and isinstance(args[0], FinishedMask)
+            result.band = args[0].band if same else FinishedMask.band
         return result
 
 

@@ -198,7 +198,8 @@ def test_a_mask_that_the_model_changed_is_refused():
     copies = (mask.clone(), mask.to("cpu"), mask[:, :, :, :1], mask.bool(), mask.detach())
     for same in (mask, *copies):
         assert torch.equal(attend(same)[0], attend(None)[0])
-    for changed in (mask & ~hidden, mask.masked_fill(hidden, False), ~mask):
+    wider = torch.nn.functional.pad(mask, (0, 3)), torch.cat([mask, mask], -1)  # DeepSeek V4's
+    for changed in (mask & ~hidden, mask.masked_fill(hidden, False), ~mask, *wider, *mask.unbind()):
         with pytest.raises(NotImplementedError, match="that the model has changed"):
             attend(changed)
     with pytest.raises(NotImplementedError, match="that the model computes with"):
