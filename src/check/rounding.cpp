@@ -125,8 +125,12 @@ class Arithmetic {
     return x;
   }
 
-  // p * (exp(error) - 1), but no p is over 1.
-  static double growth(double p, double error) {
+  // Of p by an error of its exponent: p * (exp(error) - 1), but no p is over 1, and f32 may take
+  // one below its normal numbers for 0.
+  [[nodiscard]] double growth(double p, double error) const {
+    if (p < 0x1p-126 && p_.dtype != DType::kF64) {
+      return p * std::exp(std::min(error, 700.0));
+    }
     return std::min(p * std::expm1(std::min(error, 700.0)), 1.0);
   }
   // Of p as an operand; 1 needs no rounding.
