@@ -141,10 +141,13 @@ class Arithmetic {
   [[nodiscard]] double p_error(const Pair& x, double exponent_error) const {
     return growth(x.p, exponent_error) + rounding_of(x.p);
   }
-  // Of ds, but for what g is off by.
+  // Of ds, but for what g is off by: p may be rounded before it is multiplied by g, and ds is
+  // after.
   [[nodiscard]] double ds_error(const Pair& x, double exponent_error) const {
-    const double factor_error = growth(x.p, exponent_error) * x.slope + x.p * x.slope_error +
-                                half_step(p_.dtype, x.p * x.slope);
+    const double roundings =
+        std::hypot(rounding_of(x.p) * x.slope, half_step(p_.dtype, x.p * x.slope));
+    const double factor_error =
+        growth(x.p, exponent_error) * x.slope + x.p * x.slope_error + roundings;
     return x.g * factor_error;
   }
   // Of the forward's p, the sum of which is 1 whatever its logit is off by.
