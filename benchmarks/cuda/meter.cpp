@@ -2,6 +2,7 @@
 // NVML by dlopen: a machine without it is measured without clock and energy.
 #include "meter.hpp"
 
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 #include <array>
@@ -18,9 +19,13 @@ Meter::Meter() : library_(dlopen("libnvidia-ml.so.1", RTLD_NOW)) {
     return;
   }
   const auto init = reinterpret_cast<int (*)()>(dlsym(library_, "nvmlInit_v2"));
-  const auto handle =
-      reinterpret_cast<int (*)(unsigned, void**)>(dlsym(library_, "nvmlDeviceGetHandleByIndex_v2"));
-  if (init == nullptr || handle == nullptr || init() != 0 || handle(0, &device_) != 0) {
+  const auto handle = reinterpret_cast<int (*)(const char*, void**)>(
+      dlsym(library_, "nvmlDeviceGetHandleByPciBusId_v2"));
+  std::array<char, 32> bus_id{};
+  // Not by its index: NVML counts the GPUs that CUDA_VISIBLE_DEVICES hides too.
+  if (init == nullptr || handle == nullptr || init() != 0 ||
+      cudaDeviceGetPCIBusId(bus_id.data(), static_cast<int>(bus_id.size()), 0) != cudaSuccess ||
+      handle(bus_id.data(), &device_) != 0) {
     device_ = nullptr;
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clock, energy and driver of the first GPU, through NVML, which is loaded at run time.
+// Clock, energy and driver of CUDA's first GPU, through NVML, which is loaded at run time.
 #pragma once
 
 #include <string>
