@@ -154,9 +154,12 @@ DType parse_dtype(std::string_view text) {
   throw std::invalid_argument("dtype " + std::string(text) + ", want f32, bf16, f16 or f64");
 }
 
-Case parse_shape(std::string_view text) {
-  Case c;
-  std::map<std::string_view, std::string_view> given;
+namespace {
+
+using Texts = std::map<std::string_view, std::string_view>;  // KEY=VALUE
+
+Texts key_values(std::string_view text) {
+  Texts given;
   for (const std::string_view part : split(text, ',')) {
     const std::size_t equals = part.find('=');
     if (equals == std::string_view::npos) {
@@ -166,6 +169,12 @@ Case parse_shape(std::string_view text) {
       bad(part.substr(0, equals), part.substr(equals + 1), "each key once");
     }
   }
+  return given;
+}
+
+// What the keys say, each by itself.
+Case parse_values(const Texts& given) {
+  Case c;
   using Parse = std::function<void(std::string_view, std::string_view)>;
   const auto integer = [](std::int64_t* to, std::int64_t minimum) -> Parse {
     return [=](auto key, auto value) { *to = parse_integer(key, value, minimum); };
@@ -207,6 +216,14 @@ Case parse_shape(std::string_view text) {
     }
     parser->second(key, value);
   }
+  return c;
+}
+
+}  // namespace
+
+Case parse_shape(std::string_view text) {
+  const Texts given = key_values(text);
+  Case c = parse_values(given);
   const auto has = [&](const char* key) { return given.contains(key); };
   if (has("cu_q") != has("cu_kv")) {
     throw std::invalid_argument("--shape: cu_q and cu_kv go together");

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "check/expected_impl.hpp"
+#include "check/rounding.hpp"
 #include "reference/reference.hpp"
 
 namespace flashgrad::check {
@@ -19,27 +20,6 @@ using reference::kBlock;
 using reference::NaiveFormula;
 using reference::Scratch;
 using Exact = reference::Formula<double>;
-
-// A backward that is exact but for its statistics: out as it is stored, lse and delta in f32.
-struct RoundedStatistics : Exact {
-  DType dtype;
-  explicit RoundedStatistics(const Problem& p) : Exact(p), dtype(p.dtype) {}
-  [[nodiscard]] double out(double sum) const { return rounded(dtype, sum); }
-  [[nodiscard]] double probability(double s, double lse) const {
-    return Exact::probability(s, static_cast<float>(lse));
-  }
-  [[nodiscard]] double dlogit(double s, double p, double dp, double delta, double dlse) const {
-    return Exact::dlogit(s, p, dp, static_cast<float>(delta), dlse);
-  }
-};
-
-// ds with nothing cancelled.
-struct Uncancelled : Exact {
-  using Exact::Exact;
-  [[nodiscard]] double dlogit(double s, double p, double dp, double delta, double dlse) const {
-    return Exact::dlogit(s, p, std::abs(dp), -std::abs(delta), std::abs(dlse));
-  }
-};
 
 }  // namespace
 
@@ -146,18 +126,9 @@ void Expected::Impl::compute(const F& f, std::vector<Values<R>*>& values) const 
   if (!backward) {
     return;
   }
-  const auto backward_args = [&](const Task& task, bool for_keys) {
-    const Unit& u = units[task.unit];
-    Args a = u.args;
-    if (!takes_given(u, for_keys)) {
-      a.out = stored(u, *values[task.unit], kOut);
-      a.lse = stored(u, *values[task.unit], kLse);
-    }
-    return a;
-  };
   for_each(row_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
-    const Args a = backward_args(task, false);
+    const Args a = backward_args(u, *values[task.unit], false);
     const Head head{u.problem, a, u.sequence(), task.head};
     reference::backward_rows(f, head, &u.rows[static_cast<std::size_t>(task.begin)], task.size,
                              scratch);
@@ -167,7 +138,7 @@ void Expected::Impl::compute(const F& f, std::vector<Values<R>*>& values) const 
   });
   for_each(key_tasks, [&](const Task& task, Scratch<R>& scratch) {
     const Unit& u = units[task.unit];
-    const Args a = backward_args(task, true);
+    const Args a = backward_args(u, *values[task.unit], true);
     const Head head{u.problem, a, u.sequence(), 0};
     reference::backward_keys(f, head, &u.keys[static_cast<std::size_t>(task.begin)], task.size,
                              scratch);
@@ -206,7 +177,6 @@ void Expected::Impl::replace_overflow(std::vector<Values<float>>& naive) {
       std::vector<float>& x = naive[n].of[output];
       for (std::size_t e = 0; e < x.size(); ++e) {
         if (!std::isfinite(x[e])) {
-          overflowed[output] = true;
           const float y = in_f32[n].of[output][e];
           const auto r = static_cast<float>(rounded(dtype_of(static_cast<Output>(output)), y));
           x[e] = std::isfinite(r) ? r : y;
@@ -267,69 +237,17 @@ void Expected::Impl::measure(const std::vector<Values<float>>& naive) {
   }
 }
 
-// What an output may lose though naive did not.
-//
-// 16 bits: the contract (docs/semantics.md, Precision) rounds p or ds once, as an operand, and the
-// result once. Each moves the result by up to u times the sum of the terms' sizes. In thousands of
-// elements naive meets such roundings too; in a few dozen its own may all be small, by luck.
-//
-// Else, dq and dk: where every row sees one key dp - delta + dlse is 0. Naive finds that exactly,
-// since its two sums run in the same order, and the rule's bound would be 0. And where naive
-// overflows (V of some ten thousands in f16, and dP leaves the range), f32 stands in for it, which
-// does not round out as the contract does.
-double Expected::Impl::rounding_floor(Output output) const {
-  std::size_t elements = 0;
-  for (const Unit& u : units) {
-    elements += size_of(u, output);
-  }
-  constexpr std::size_t kFewElements = 256;
-  const bool few = is_16_bit(problem.dtype) && elements <= kFewElements;
-  const double unit_roundoff = problem.dtype == DType::kBF16 ? 0x1p-8 : 0x1p-11;
-  if (output == kOut || output == kDv) {
-    return few ? 2 * unit_roundoff * magnitude[output] : 0;
-  }
-  std::vector<Values<double>> magnitudes(units.size());
-  std::vector<Values<double>*> pointers;
-  for (Values<double>& values : magnitudes) {
-    pointers.push_back(&values);
-  }
-  compute(Uncancelled(problem), pointers);
-  double largest = 0;
-  for (const Values<double>& values : magnitudes) {
-    for (const double x : values.of[output]) {
-      largest = std::isfinite(x) ? std::max(largest, std::abs(x)) : largest;
+const std::vector<Values<double>>& Expected::Impl::rounding_errors() const {
+  if (rounding_errors_of_units.empty()) {
+    const auto statistics = [&](const Unit& u, bool for_keys) {
+      return Statistics{backward_args(u, u.exact, for_keys), takes_given(u, for_keys)};
+    };
+    for (const Unit& u : units) {
+      rounding_errors_of_units.push_back(check::rounding_errors(
+          u, statistics(u, false), statistics(u, true), backward, threads()));
     }
   }
-  const double floor = (few                            ? 2 * unit_roundoff
-                        : problem.dtype == DType::kF64 ? 1e-15
-                                                       : 1e-6) *
-                       largest;
-  return overflowed[output] ? std::max(floor, 2 * error_of_rounded_statistics(output)) : floor;
-}
-
-double Expected::Impl::error_of_rounded_statistics(Output output) const {
-  double largest = 0;
-  for (std::size_t n = 0; n < units.size(); ++n) {
-    const std::vector<double>& exact = units[n].exact.of[output];
-    const std::vector<double>& other = of_rounded_statistics()[n].of[output];
-    for (std::size_t e = 0; e < exact.size(); ++e) {
-      const double error = std::abs(rounded(dtype_of(output), other[e]) - exact[e]);
-      largest = std::isfinite(error) ? std::max(largest, error) : largest;
-    }
-  }
-  return largest;
-}
-
-const std::vector<Values<double>>& Expected::Impl::of_rounded_statistics() const {
-  if (rounded_statistics.empty()) {
-    rounded_statistics.resize(units.size());
-    std::vector<Values<double>*> pointers;
-    for (Values<double>& values : rounded_statistics) {
-      pointers.push_back(&values);
-    }
-    compute(RoundedStatistics(problem), pointers);
-  }
-  return rounded_statistics;
+  return rounding_errors_of_units;
 }
 
 Expected::Expected(const Problem& problem, const Args& args, const ExpectedOptions& options)

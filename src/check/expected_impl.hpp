@@ -53,9 +53,6 @@ struct Expected::Impl {
   std::array<double, kNumOutputs> naive_error{};
   std::array<double, kNumOutputs> magnitude{};
   std::array<double, kNumOutputs> rounding{};
-  // Whether naive overflowed somewhere, so that f32 stands in for it there.
-  std::array<bool, kNumOutputs> overflowed{};
-
   void choose();
   void make_tasks();
   template <class F, class R>
@@ -66,16 +63,19 @@ struct Expected::Impl {
   [[nodiscard]] bool wants(Output output) const;
   [[nodiscard]] DType dtype_of(Output output) const;
   [[nodiscard]] double bound(Output output) const;
-  [[nodiscard]] double rounding_floor(Output output) const;
-  // What a backward gives that is exact but for rounded statistics (out, lse, delta). Computed when
-  // first needed.
-  [[nodiscard]] const std::vector<Values<double>>& of_rounded_statistics() const;
-  mutable std::vector<Values<double>> rounded_statistics;
-  // What that alone costs.
-  [[nodiscard]] double error_of_rounded_statistics(Output output) const;
-  // Whether that alone turns a gradient of a head: the direction then says nothing.
+  // What the arithmetic costs each element of each unit (rounding.hpp). Computed when first needed.
+  [[nodiscard]] const std::vector<Values<double>>& rounding_errors() const;
+  mutable std::vector<Values<double>> rounding_errors_of_units;
+  // Whether those may turn an output of a head: its direction then says nothing.
   [[nodiscard]] bool turned_by_rounding(std::size_t unit, Output output, std::int64_t head) const;
+  [[nodiscard]] double error_of(Output output, double x, double o) const;
+  template <class F>
+  void for_each_element(const Args& produced, Output output, const Unit& u, std::int64_t head,
+                        F&& f) const;
   [[nodiscard]] OutputResult compare(const Args& produced, Output output) const;
+  template <class Name>
+  std::string compare_with_rounding(const Args& produced, Output output, OutputResult* result,
+                                    Name&& name_of) const;
   [[nodiscard]] OutputResult compare_dsinks(const Args& produced) const;
   void check_unused(const Args& produced, Output output, OutputResult* result) const;
   void check_finite(const Args& produced, Output output, OutputResult* result) const;
@@ -86,6 +86,16 @@ struct Expected::Impl {
   // here.
   [[nodiscard]] bool takes_given(const Unit& u, bool for_keys) const {
     return options.given_out_lse || (for_keys && !u.whole);
+  }
+  // The arguments of the backward whose forward made `values`.
+  template <class R>
+  [[nodiscard]] Args backward_args(const Unit& u, const Values<R>& values, bool for_keys) const {
+    Args a = u.args;
+    if (!takes_given(u, for_keys)) {
+      a.out = stored(u, values, kOut);
+      a.lse = stored(u, values, kLse);
+    }
+    return a;
   }
 };
 

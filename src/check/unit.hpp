@@ -72,11 +72,11 @@ double cost_of(const Unit& u);
 std::vector<std::int64_t> sample(std::int64_t size, double count, std::mt19937_64& random);
 std::vector<std::int64_t> all_below(std::int64_t size);
 
-// The tensor of `values` as args.out or args.lse of a unit, for the backward.
+// The tensor of `values` as args.out or args.lse of a unit, for the backward, which only reads it.
 template <class R>
-Tensor stored(const Unit& u, Values<R>& values, Output output) {
+Tensor stored(const Unit& u, const Values<R>& values, Output output) {
   Tensor t;
-  t.data = values.of[output].data();
+  t.data = const_cast<R*>(values.of[output].data());
   t.dtype = sizeof(R) == 8 ? DType::kF64 : DType::kF32;
   t.row_stride = extent(u, output).dim;
   t.head_stride = u.seqlen_q() * t.row_stride;

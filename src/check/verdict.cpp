@@ -89,8 +89,11 @@ double Expected::Impl::bound(Output output) const {
 
 namespace {
 
+// How many times the size that roundings reach an element may be off.
+constexpr double kRoundingErrors = 2;
+
 // |x - o|, or infinity if NaN or Inf stand in other places than those of o in its dtype.
-double error_of(double x, double o, DType dtype) {
+double difference(double x, double o, DType dtype) {
   if (std::isnan(o)) {
     return std::isnan(x) ? 0 : kInf;
   }
@@ -114,87 +117,100 @@ std::string where(std::int64_t b, std::int64_t h, const char* index_name, std::i
 
 }  // namespace
 
+// As the rule measures it: that of lse is relative.
+double Expected::Impl::error_of(Output output, double x, double o) const {
+  const double error = difference(x, o, dtype_of(output));
+  return output == kLse && std::isfinite(o) ? error / (1 + std::abs(o)) : error;
+}
+
+// An error of norm 0.04 |o| turns o by less than the angle whose cosine is 0.999.
 bool Expected::Impl::turned_by_rounding(std::size_t unit, Output output, std::int64_t head) const {
-  if (output < kDq || problem.dtype == DType::kF64) {
-    return false;
-  }
   const Unit& u = units[unit];
   const Extent e = extent(u, output);
   const std::vector<double>& exact = u.exact.of[output];
-  const std::vector<double>& other = of_rounded_statistics()[unit].of[output];
-  double ox = 0;
+  const std::vector<double>& errors = rounding_errors()[unit].of[output];
   double oo = 0;
-  double xx = 0;
+  double ee = 0;
   for (std::size_t n = 0; n < e.index->size(); ++n) {
     const std::size_t at = slot(u, output, head, static_cast<std::int64_t>(n));
     for (std::size_t c = at; c < at + static_cast<std::size_t>(e.dim); ++c) {
-      if (std::isfinite(exact[c]) && std::isfinite(other[c])) {
-        ox += exact[c] * other[c];
+      if (std::isfinite(rounded(dtype_of(output), exact[c]))) {
         oo += exact[c] * exact[c];
-        xx += other[c] * other[c];
+        ee += errors[c] * errors[c];
       }
     }
   }
-  return !(ox >= 0.9999 * std::sqrt(oo) * std::sqrt(xx));
+  return !(kRoundingErrors * std::sqrt(ee) <= 0.04 * std::sqrt(oo));
+}
+
+// Calls f(index, dim, place in Values, oracle's o, produced x) for the elements of a head of a
+// unit.
+template <class F>
+void Expected::Impl::for_each_element(const Args& produced, Output output, const Unit& u,
+                                      std::int64_t head, F&& f) const {
+  const Extent e = extent(u, output);
+  const bool by_key = output == kDk || output == kDv;
+  const Tensor& t = tensor_of(produced, output);
+  const std::int64_t h = u.head_kv * e.heads + head;
+  for (std::size_t n = 0; n < e.index->size(); ++n) {
+    const std::size_t at = slot(u, output, head, static_cast<std::int64_t>(n));
+    const std::int64_t i = (by_key ? u.at.kv_begin : u.at.q_begin) + (*e.index)[n];
+    const std::int64_t offset = t.offset(u.at.batch_index, i, h);
+    for (std::int64_t c = 0; c < e.dim; ++c) {
+      const std::size_t place = at + static_cast<std::size_t>(c);
+      f(n, c, place, u.exact.of[output][place],
+        load_f64(t.data, t.dtype, offset + c * t.dim_stride));
+    }
+  }
 }
 
 OutputResult Expected::Impl::compare(const Args& produced, Output output) const {
   OutputResult result;
   result.name = kNames[output];
   result.bound = bound(output);
-  const DType dtype = dtype_of(output);
   const bool by_key = output == kDk || output == kDv;
-  const Tensor& t = tensor_of(produced, output);
+  const auto name_of = [&](const Unit& u, std::int64_t head, std::size_t n, std::int64_t c) {
+    const Extent e = extent(u, output);
+    return where(u.b, u.head_kv * e.heads + head, by_key ? "key" : "row", (*e.index)[n], c);
+  };
   std::string worst;
   for (const Unit& u : units) {
     const Extent e = extent(u, output);
     for (std::int64_t head = 0; head < e.heads; ++head) {
-      const std::int64_t h = u.head_kv * e.heads + head;
       double ox = 0;
       double oo = 0;
       double xx = 0;
-      for (std::size_t n = 0; n < e.index->size(); ++n) {
-        const std::int64_t index = (*e.index)[n];
-        const std::size_t at = slot(u, output, head, static_cast<std::int64_t>(n));
-        const std::int64_t offset =
-            t.offset(u.at.batch_index, (by_key ? u.at.kv_begin : u.at.q_begin) + index, h);
-        const bool zero =
-            by_key ? u.key_is_unseen[n] || (output == kDv && !problem.has_dout)
-                   : output != kLse &&
-                         u.row_is_empty[static_cast<std::size_t>(head) * e.index->size() + n];
-        for (std::int64_t c = 0; c < e.dim; ++c) {
-          const double o = u.exact.of[output][at + static_cast<std::size_t>(c)];
-          const double x = load_f64(t.data, t.dtype, offset + c * t.dim_stride);
-          double error = error_of(x, o, dtype);
-          if (output == kLse && std::isfinite(error)) {
-            error /= 1 + std::abs(std::isfinite(o) ? o : 0);
-          }
-          if (zero && x != 0 && result.reason.empty()) {
-            result.reason = "not exactly 0 where nothing is visible: " +
-                            where(u.b, h, by_key ? "key" : "row", index, c);
-          }
-          if (error > result.error) {
-            result.error = error;
-            worst = where(u.b, h, by_key ? "key" : "row", index, c) + ": got " + number(x) +
-                    ", want " + number(o);
-          }
-          if (std::isfinite(o) && std::isfinite(x)) {
-            ox += o * x;
-            oo += o * o;
-            xx += x * x;
-          }
-        }
-      }
+      for_each_element(
+          produced, output, u, head,
+          [&](std::size_t n, std::int64_t c, std::size_t, double o, double x) {
+            const bool zero =
+                by_key ? u.key_is_unseen[n] || (output == kDv && !problem.has_dout)
+                       : output != kLse &&
+                             u.row_is_empty[static_cast<std::size_t>(head) * e.index->size() + n];
+            if (zero && x != 0 && result.reason.empty()) {
+              result.reason = "not exactly 0 where nothing is visible: " + name_of(u, head, n, c);
+            }
+            const double error = error_of(output, x, o);
+            if (error > result.error) {
+              result.error = error;
+              worst = name_of(u, head, n, c) + ": got " + number(x) + ", want " + number(o);
+            }
+            if (std::isfinite(o) && std::isfinite(x)) {
+              ox += o * x;
+              oo += o * o;
+              xx += x * x;
+            }
+          });
       if (u.direction_counts[output][static_cast<std::size_t>(head)] && output != kLse &&
           !(ox >= 0.999 * std::sqrt(oo) * std::sqrt(xx)) && result.reason.empty() &&
           !turned_by_rounding(static_cast<std::size_t>(&u - units.data()), output, head)) {
         result.reason = "cosine similarity under 0.999: batch " + std::to_string(u.b) + ", head " +
-                        std::to_string(h);
+                        std::to_string(u.head_kv * e.heads + head);
       }
     }
   }
-  if (!(result.error <= result.bound) && output != kLse) {
-    result.bound = std::max(result.bound, rounding_floor(output));
+  if (!(result.error <= result.bound) && std::isfinite(result.error)) {
+    worst = compare_with_rounding(produced, output, &result, name_of);
   }
   if (!(result.error <= result.bound)) {
     result.reason = worst;
@@ -203,6 +219,38 @@ OutputResult Expected::Impl::compare(const Args& produced, Output output) const 
   check_finite(produced, output, &result);
   result.ok = result.reason.empty();
   return result;
+}
+
+// Where the bound of the whole output is not kept, each element may still lose what the arithmetic
+// costs it. Leaves the error and the bound of the element that exceeds its own the most, and
+// describes it.
+template <class Name>
+std::string Expected::Impl::compare_with_rounding(const Args& produced, Output output,
+                                                  OutputResult* result, Name&& name_of) const {
+  const double bound_of_all = result->bound;
+  double largest = -1;
+  std::string worst;
+  for (std::size_t unit = 0; unit < units.size(); ++unit) {
+    const Unit& u = units[unit];
+    const std::vector<double>& errors = rounding_errors()[unit].of[output];
+    for (std::int64_t head = 0; head < extent(u, output).heads; ++head) {
+      for_each_element(
+          produced, output, u, head,
+          [&](std::size_t n, std::int64_t c, std::size_t at, double o, double x) {
+            const double error = error_of(output, x, o);
+            const double scale = output == kLse ? 1 + std::abs(std::isfinite(o) ? o : 0) : 1;
+            const double own = std::max(bound_of_all, kRoundingErrors * errors[at] / scale);
+            const double share = error > 0 ? error / own : 0;
+            if (!(share <= largest)) {
+              largest = share;
+              result->error = error;
+              result->bound = own;
+              worst = name_of(u, head, n, c) + ": got " + number(x) + ", want " + number(o);
+            }
+          });
+    }
+  }
+  return worst;
 }
 
 // Rows and keys of no sequence hold 0, lse -inf.
@@ -298,7 +346,7 @@ OutputResult Expected::Impl::compare_dsinks(const Args& produced) const {
       dtype == DType::kF64 ? 1e-12 * magnitude_max : 2 * naive_max + 1e-5 * magnitude_max;
   for (std::size_t h = 0; h < heads; ++h) {
     const double x = load_f64(produced.dsinks, dtype, static_cast<std::int64_t>(h));
-    const double error = error_of(x, exact[h], dtype);
+    const double error = difference(x, exact[h], dtype);
     if (error > result.error) {
       result.error = error;
       if (!(error <= result.bound)) {

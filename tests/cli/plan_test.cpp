@@ -338,6 +338,7 @@ TEST_F(Plan, Refuses) {
            {"plan", "schedule", "--pass", "forward", "--cluster", "2"},
            {"plan", "schedule", "--pass", "forward", "--order", "units"},
            {"plan", "predict", "--results", kResults, "--causal"},
+           {"plan", "predict", "--svg", "x.svg"},
            {"plan", "predict", "--packed", "9", "--tokens", "9"},
            {"plan", "predict", "--packed", "0,0"},
            {"plan", "memory", "--tokens", "12Q"},

@@ -290,11 +290,22 @@ def test_options_may_be_arrays():
 
 def test_traced_options_are_refused():
     q, k, v = qkv()
-    for options in ("scale", "softcap"):
-        with pytest.raises(NotImplementedError, match=f"{options}: an argument of a transformed"):
-            jax.jit(
-                functools.partial(lambda name, x: fgj.attention(q, k, v, **{name: x}), options)
-            )(0.5)
+    for function, name, value in (
+        (fgj.attention, "scale", 0.5),
+        (fgj.attention, "softcap", 0.5),
+        (fgj.attention, "causal", True),
+        (fgj.attention, "window", (1, 0)),
+        (fgj.attention, "window", jnp.array([1, 0])),
+        (fgj.attention, "alignment", 0),
+        (fgj.attention, "max_seqlen_q", 13),
+        (fgj.attention, "deterministic", True),
+        (fgj.dot_product_attention, "scale", 0.5),
+        (fgj.dot_product_attention, "is_causal", True),
+        (fgj.dot_product_attention, "local_window_size", 3),
+        (fgj.dot_product_attention, "return_residual", True),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name}: an argument of a transformed"):
+            jax.jit(lambda x: function(q, k, v, **{name: x}))(value)  # noqa: B023
     same(
         fgj.dot_product_attention(q, k, v, scale=jnp.float32(0.5)),
         fgj.dot_product_attention(q, k, v, scale=0.5),
@@ -317,6 +328,12 @@ def test_errors_of_the_library():
     )
     with pytest.raises(ValueError, match="local_window_size: .*, want a whole number or"):
         fgj.dot_product_attention(q, k, v, local_window_size=(1, 2, 3))
+    with pytest.raises(ValueError, match="local_window_size: 1.5, want"):
+        fgj.dot_product_attention(q, k, v, local_window_size=1.5)
+    same(
+        fgj.dot_product_attention(q, k, v, local_window_size=np.int32(3)),
+        fgj.dot_product_attention(q, k, v, local_window_size=(3, 3)),
+    )
     with pytest.raises(ValueError, match="query: 2 dimensions"):
         fgj.dot_product_attention(q[0, 0], k, v)
 

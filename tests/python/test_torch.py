@@ -14,7 +14,7 @@ import torch
 from flashgrad._functions import LENGTHS
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
-from torch_inputs import BACKWARD, FORWARD, close, operator_options, qkv, tensors
+from torch_inputs import FORWARD, close, operator_options, qkv, tensors
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,27 @@ def test_vmap_is_one_call_where_it_can_be(sinks, calls, monkeypatch, recwarn):
     assert not [w for w in recwarn if "performance drop" in str(w.message)]
 
 
+@pytest.mark.skipif(not SINCE_2_5, reason="PyTorch 2.4 has no place for the rule")
+@pytest.mark.parametrize("dims", [(0, 0, 0, 0), (1, None, None, 0), (None, 2, 0, None)])
+@pytest.mark.parametrize("sinks", ["none", "shared", "mapped"])
+def test_vmap_over_nothing(dims, sinks):
+    def run(q, k, v, dout, *sinks):
+        def attend(q, k, v, *sinks):
+            return fgt.flash_attn_func(q, k, v, causal=True, sinks=sinks[0] if sinks else None)
+
+        out, pullback = torch.func.vjp(attend, q, k, v, *sinks)
+        return out, *pullback(dout)
+
+    shapes = [(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (2, 5, 4, 8)]
+    if sinks != "none":
+        shapes, dims = [*shapes, (4,)], (*dims, 0 if sinks == "mapped" else None)
+    got = torch.func.vmap(run, dims)(
+        *(torch.zeros(s if d is None else (*s[:d], 0, *s[d:])) for s, d in zip(shapes, dims))
+    )
+    want = run(*map(torch.zeros, shapes))
+    assert [(x.shape, x.dtype) for x in got] == [((0, *x.shape), x.dtype) for x in want]
+
+
 def test_vmap_of_packed_sequences():
     q, k, v = tensors((3, 12, 4, 8), *[(3, 12, 2, 8)] * 2, requires_grad=False)
     cu = torch.tensor([[0, 5, 12], [0, 1, 12], [0, 12, 12]], dtype=torch.int32)

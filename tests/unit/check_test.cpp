@@ -286,6 +286,50 @@ TEST(Judge, OverflowOfTheNaiveFormula) {
   }
 }
 
+// Calls whose naive results are near the oracle's by luck, or where the rule's other terms know
+// nothing of what is lost: sums of logits that cancel, a softcap far below the logits, delta of an
+// out that has been rounded, an lse of thousands. A right backend must pass; one that is off by
+// `factor` in the named output must not.
+TEST(Judge, RoundingsOfTheArithmetic) {
+  struct Rounded {
+    const char* shape;
+    DType dtype;
+    double scale;
+    double softcap;
+    std::uint64_t seed;
+    const char* backend;
+    HostTensor CallTensors::*output;
+    const char* name;
+    double factor;
+  };
+  const double no_scale = std::numeric_limits<double>::quiet_NaN();
+  for (const Rounded& r : {
+           Rounded{"b=3,hq=4,hkv=1,sq=33,sk=31,d=192,dv=5,k=100,dout=3n", DType::kF16, -1, 0, 2243,
+                   "cpu", &CallTensors::lse, "lse ", 1.1},
+           Rounded{"sq=100,sk=128,d=72,dlse=n,sinks=n", DType::kF32, -0.3, 1e-3, 1707, "cpu",
+                   &CallTensors::dq, "dq ", 1.1},
+           Rounded{"hq=6,hkv=3,sq=33,sk=64,d=32,q=20,k=-7,dout=1000", DType::kF16, 30, 0, 1156,
+                   "reference", &CallTensors::lse, "lse ", 1.01},
+           Rounded{"hq=6,hkv=3,sq=7,sk=128,d=1,q=100,k=100,v=0.5,sinks=10", DType::kF16, no_scale,
+                   0, 2112, "reference", &CallTensors::dv, "dv ", 1.1},
+           Rounded{"hq=4,hkv=2,sq=65,sk=130,d=1,dv=80,q=20,dlse=n,sinks=-10", DType::kBF16, 0.1, 0,
+                   296, "cpu", &CallTensors::dk, "dk ", 1.1},
+       }) {
+    Case c = parse_shape(r.shape);
+    c.dtype = r.dtype;
+    c.scale = r.scale;
+    c.softcap = r.softcap;
+    c.seed = r.seed;
+    CallTensors t = after(c, r.backend);
+    EXPECT_EQ(refused(t, c, false), "") << r.shape;
+    HostTensor& x = t.*r.output;
+    for (std::int64_t n = 0; n < x.num_elements(); ++n) {
+      x.set(n, x.get(n) * r.factor);
+    }
+    EXPECT_NE(refused(t, c, false).find(r.name), std::string::npos) << r.shape;
+  }
+}
+
 // Where one key outweighs all others ds is all rounding of delta and lse, which are f32: its
 // direction says nothing.
 TEST(Judge, DirectionOfWhatRoundingLeaves) {

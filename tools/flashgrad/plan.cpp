@@ -129,6 +129,7 @@ void add_roofline(CLI::App& app, PlanArguments& arguments) {
               ->disable_flag_override(),
           *roofline, {"--kernel", "--sources", "--device"});
   add_outputs(*roofline, arguments);
+  exclude(roofline->get_option("--svg"), *roofline, {"--sources"});
 }
 
 void add_memory(CLI::App& app, PlanArguments& arguments) {
@@ -300,6 +301,7 @@ void add_predict(CLI::App& app, PlanArguments& arguments) {
           {"--tokens", "--batch", "--heads", "--heads-kv", "--head-dim", "--head-dim-v", "--pass",
            "--causal", "--window", "--packed", "--deterministic"});
   add_outputs(*predict, arguments);
+  predict->get_option("--svg")->needs(results);
 }
 
 void write_file(const std::string& path, const std::string& text) {
@@ -346,7 +348,7 @@ int plan_command(CLI::App& app, const PlanArguments& arguments) {
     throw Error(printable(error.what(), 1000));
   }
   if (arguments.svg && svg.empty()) {
-    throw Error("--svg: there is no picture of this");
+    throw Error("--svg: nothing to draw: no row of the files was predicted");
   }
   if (arguments.json) {
     write_file(*arguments.json,

@@ -149,31 +149,12 @@ std::string report_of(const std::vector<Pass>& passes, const Cost& cost) {
   return text;
 }
 
-}  // namespace
-
-int run_command(const RunArguments& arguments) {
-  const CallOptions call_options(arguments.call);
+// Runs the passes where the backend takes its tensors and leaves the results in host memory. Both
+// are asked before either runs: what is refused costs no work.
+std::vector<Pass> run_passes(AttentionCall& call, const CallOptions& call_options, bool forward,
+                             bool backward) {
   const fg_options& options = call_options.options;
-  refuse_same_file(arguments.input, arguments.output);
-  check_writable(arguments.output);
-  AttentionCall call = load_call(arguments.input);
-
-  const bool backward = call.dout.given() || call.dlse.given();
-  const bool forward = !call.out.given() || !backward;
-  if (call.out.given() && !backward) {
-    note(
-        "out and lse without dout or dlse: there is no backward to use them, forward computes "
-        "them");
-  }
-  if (forward) {
-    call.make_outputs();
-  }
-  if (backward) {
-    call.make_gradients(call_options.grad_f32);
-  }
   const fg_tensors tensors = call.bind(call_options.place);
-
-  // Both passes are asked before either runs: what is refused costs no work.
   std::vector<Pass> passes;
   const auto add_pass = [&](fg_pass pass, const char* name) {
     const char* backend = nullptr;
@@ -203,6 +184,32 @@ int run_command(const RunArguments& arguments) {
   if (on_device) {
     call.download();
   }
+  return passes;
+}
+
+}  // namespace
+
+int run_command(const RunArguments& arguments) {
+  const CallOptions call_options(arguments.call);
+  const fg_options& options = call_options.options;
+  refuse_same_file(arguments.input, arguments.output);
+  check_writable(arguments.output);
+  AttentionCall call = load_call(arguments.input);
+
+  const bool backward = call.dout.given() || call.dlse.given();
+  const bool forward = !call.out.given() || !backward;
+  if (call.out.given() && !backward) {
+    note(
+        "out and lse without dout or dlse: there is no backward to use them, forward computes "
+        "them");
+  }
+  if (forward) {
+    call.make_outputs();
+  }
+  if (backward) {
+    call.make_gradients(call_options.grad_f32);
+  }
+  std::vector<Pass> passes = run_passes(call, call_options, forward, backward);
   const Cost cost = cost_of(call, options);
   for (Pass& pass : passes) {
     pass.flops = pass.pass == FG_FORWARD ? cost.forward_flops : cost.backward_flops;

@@ -137,6 +137,17 @@ def _as_array(name: str, x: Any) -> jax.Array:
 _compiled = jax.jit(_attention, static_argnums=0)
 
 
+def refuse_traced(**options: Any) -> None:
+    """Refuses options whose values are not known while the program is made."""
+    for name, x in options.items():
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+            hint = " (q may be multiplied by another)" if name == "scale" else ""
+            raise NotImplementedError(
+                f"flashgrad: {name}: an argument of a transformed function, want a value that is "
+                f"known while the program is made{hint}"
+            )
+
+
 def attention(
     q: Any,
     k: Any,
@@ -182,7 +193,8 @@ def attention(
     ValueError
         A shape, dtype or option contradicts the rules.
     NotImplementedError
-        No backend serves the call, or the gradients are differentiated again.
+        No backend serves the call, an option is a traced value, or the gradients are
+        differentiated again.
     jax.errors.JaxRuntimeError
         When the program runs: offsets contradict the rules, or the device reported an error.
 
@@ -193,14 +205,12 @@ def attention(
     >>> jax.grad(lambda q: attention(q, k, v, causal=True)[0].sum())(q).shape
     (1, 16, 2, 8)
     """
+    refuse_traced(
+        causal=causal, window=window, alignment=alignment, scale=scale, softcap=softcap,
+        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, deterministic=deterministic,
+    )  # fmt: skip
     if alignment not in ALIGNMENTS:
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
-    for name, x in (("scale", scale), ("softcap", softcap)):
-        if isinstance(x, jax.core.Tracer):
-            raise NotImplementedError(
-                f"flashgrad: {name}: an argument of a transformed function, want a number that is "
-                "known while the program is made (q may be multiplied by another)"
-            )
     left, right = band(causal, window)
     options = pack_options(
         left, right, ALIGNMENTS[alignment], scale, softcap, bool(deterministic), 0, max_seqlen_q,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._attention import attention
+from ._attention import attention, refuse_traced
 
 
 def dot_product_attention(
@@ -87,6 +87,9 @@ def dot_product_attention(
         )  # fmt: skip
     if bias is not None:
         raise NotImplementedError("flashgrad: bias: given, want None: biases are not supported")
+    refuse_traced(
+        is_causal=is_causal, local_window_size=local_window_size, return_residual=return_residual
+    )
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     shape = query.shape
     if query.ndim == key.ndim == value.ndim == 3:
@@ -98,7 +101,7 @@ def dot_product_attention(
     if is_causal:
         bands.append((None, 0))
     if local_window_size is not None:
-        bands.append(_sides(local_window_size))
+        bands.append(_window(local_window_size))
     if mask is not None:
         batch, rows, heads = query.shape[:3]
         bands.append(_read_mask(mask, (batch, heads, rows, key.shape[1])))
@@ -119,18 +122,18 @@ def dot_product_attention(
     return out, lse.reshape(shape[:-1])
 
 
-def _sides(window: Any) -> tuple[Any, Any]:
+def _window(size: Any) -> tuple[int, int]:
+    """local_window_size as (left, right); a number is both sides."""
     try:
-        side = operator.index(window)
+        size = operator.index(size)
+        return size, size
     except TypeError:
         pass
-    else:
-        return side, side
     try:
-        left, right = window
+        left, right = size
     except (TypeError, ValueError):
         raise ValueError(
-            f"flashgrad: local_window_size: {window!r}, want a whole number or (left, right)"
+            f"flashgrad: local_window_size: {size!r}, want a whole number or (left, right)"
         ) from None
     return left, right
 

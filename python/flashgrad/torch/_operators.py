@@ -229,6 +229,8 @@ def _batching(op: Any, num_tensors: int) -> Any:
         tensors, others = arguments[:num_tensors], arguments[num_tensors:]
         sinks, cu_seqlens_q = tensors[at_sinks : at_sinks + 2]
         count = info.batch_size
+        if count == 0:
+            return _of_none(op, in_dims, tensors, others)
         apart = cu_seqlens_q is not None or in_dims[at_sinks] is not None
         if apart or (sinks is not None and op is backward_op):
             each = [
@@ -247,6 +249,19 @@ def _batching(op: Any, num_tensors: int) -> Any:
         return results, (0,) * len(results)
 
     return rule
+
+
+def _of_none(op: Any, in_dims: Any, tensors: Any, others: Any) -> Any:
+    """Results without elements, for a mapped axis without any: shaped as those of one call."""
+
+    def one(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        shape = [n for axis, n in enumerate(x.shape) if axis != dim]
+        return torch.empty(shape, dtype=x.dtype, device="meta")
+
+    shapes = op(*(x if x is None else one(x, d) for x, d in zip(tensors, in_dims)), *others)
+    device = next(x.device for x in tensors if x is not None)
+    results = tuple(torch.empty((0, *x.shape), dtype=x.dtype, device=device) for x in shapes)
+    return results, (0,) * len(results)
 
 
 def _fold(x: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
