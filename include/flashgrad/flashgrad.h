@@ -78,7 +78,7 @@ typedef enum fg_alignment FG_INT_ENUM {
 
 /// The tensors of a call. Set what applies and leave the rest null. Every tensor has strides of its
 /// own, in elements (null strides: compact); the last dimension's stride is 1, except that `dout`
-/// and `dlse` may have stride 0 anywhere.
+/// and `dlse` may have stride 0 anywhere. Data is aligned to its dtype.
 ///
 /// Fixed length: 4-d tensors with a batch. Packed: 3-d tensors whose rows are the sequences one
 /// after the other; `cu_seqlens_q` and `cu_seqlens_kv` are given. heads_q is a multiple of

@@ -181,7 +181,8 @@ class Workspace {
  public:
   /// At least `bytes` of uninitialised memory, valid until the next call.
   std::span<std::byte> at_least(std::size_t bytes) {
-    if (bytes > size_) {
+    // Without data size_ means nothing: it was moved from, or an allocation failed.
+    if (data_ == nullptr || bytes > size_) {
       data_.reset();
       data_.reset(new std::byte[bytes]);
       size_ = bytes;

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, library
+from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, ArgumentError, library
 
 _MAX_NDIM = 4
 _TENSORS_AND_OPTIONS = struct.Struct(f"{TENSORS.format}{OPTIONS.size}s")
@@ -62,6 +62,10 @@ def kind(cls: type) -> str:
     # An instance of either library's class can only exist once that library is imported.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and issubclass(cls, numpy.ndarray):
+        if issubclass(cls, numpy.ma.MaskedArray):
+            raise TypeError(
+                "flashgrad: a numpy.ma.MaskedArray, want an array without a mask: it would be ignored"
+            )
         return "numpy"
     if torch is not None and issubclass(cls, torch.Tensor):
         return "torch"
@@ -86,11 +90,14 @@ def dlpack_dtype(dtype: Any) -> tuple[int, int]:
     return _CODES[dtype.kind], 8 * dtype.itemsize
 
 
+_DEFAULT_SCALE = float("nan")
 _strings: dict[str, ctypes.c_char_p] = {}
 
 
 def _c_string(text: str) -> int:
     """The address of a C string that is never freed: there are only so many backends' names."""
+    if not isinstance(text, str) or "\0" in text:
+        raise ArgumentError(f"flashgrad: backend: {text!r}, want a name, or None")
     string = _strings.setdefault(text, ctypes.c_char_p(text.encode()))
     return ctypes.cast(string, ctypes.c_void_p).value or 0
 
@@ -99,7 +106,7 @@ def pack_options(
     window_left: int,
     window_right: int,
     top_left: bool,
-    scale: float,
+    scale: float | None,
     softcap: float,
     deterministic: bool,
     num_threads: int,
@@ -111,6 +118,12 @@ def pack_options(
 
     Not cached: an option may be a tensor of one element, which may be another one in the next call.
     """
+    if scale is None:
+        scale = _DEFAULT_SCALE
+    elif scale != scale:  # the library would take it for None
+        raise ArgumentError(
+            "flashgrad: scale: nan, want a finite number, or None for 1 / sqrt(head_dim)"
+        )
     try:
         return OPTIONS.pack(
             OPTIONS.size, window_left, window_right, top_left, scale, softcap, deterministic,
@@ -131,7 +144,7 @@ def pack_options(
         try:
             struct.pack(code, value)
         except struct.error:
-            raise ValueError(f"flashgrad: {name}: {value!r}, want {want}") from None
+            raise ArgumentError(f"flashgrad: {name}: {value!r}, want {want}") from None
     raise AssertionError("each option could be packed alone")
 
 
@@ -160,10 +173,23 @@ class Call:
         if how == "numpy":
             self.add_numpy(slot, tensor, output)
         elif how == "torch":
+            if tensor.is_neg():  # its memory has the other sign
+                if output:
+                    raise ArgumentError(
+                        f"flashgrad: {TENSOR_NAMES[slot]}: is lazily negated, but would be written"
+                    )
+                tensor = tensor.resolve_neg()
             capsule = sys.modules["torch"]._C._to_dlpack(tensor)
             self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
             self.keep.append(capsule)
         else:
+            # JAX does not say in its capsule that nobody may write to its arrays.
+            jax = sys.modules.get("jax")
+            if output and jax is not None and isinstance(tensor, jax.Array):
+                raise ValueError(
+                    f"flashgrad: {TENSOR_NAMES[slot]}: a jax.Array, which can't be changed, but it "
+                    "would be written"
+                )
             self.add_capsule(slot, _capsule(TENSOR_NAMES[slot], tensor), output)
 
     def add_numpy(self, slot: int, array: Any, output: bool) -> None:

@@ -12,7 +12,6 @@ from ._library import BACKWARD, FORWARD, UNBOUNDED
 
 Alignment = Literal["bottom-right", "top-left"]
 ALIGNMENTS = {"bottom-right": 0, "top-left": 1}
-NAN = float("nan")
 
 LENGTHS = ("sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset")
 _LENGTH_SLOTS = tuple(SLOT[name] for name in LENGTHS)
@@ -88,7 +87,7 @@ def forward(
     num_threads : int
         0: OpenMP's own number. The result is the same bits for any number.
     backend : str, optional
-        One of ``backends()``; None: FLASHGRAD_BACKEND, else the first that supports the call.
+        The name of one of ``backends()``; None: FLASHGRAD_BACKEND, else the first that supports the call.
     stream : int, optional
         The cudaStream_t of CUDA tensors; None: PyTorch's current one on their device.
 
@@ -96,14 +95,16 @@ def forward(
     -------
     out, lse
         ``out`` and ``lse`` where given, else new tensors: PyTorch's for PyTorch tensors, NumPy
-        arrays for all others. lse is None if False was given.
+        arrays for all others. lse is None if False was given. Autograd records nothing:
+        ``flashgrad.torch`` has the functions with gradients.
 
     Raises
     ------
     ValueError
         A tensor or an option contradicts the rules; nothing was written. The message names it.
     NotImplementedError
-        No backend serves the call; the message has each backend's reason.
+        No backend serves the call; the message has each backend's reason. Or the call is recorded
+        by ``torch.jit.trace`` or ``make_fx``.
     RuntimeError
         The device reported an error.
     TypeError
@@ -136,6 +137,7 @@ def forward(
         call, FORWARD, how, q, causal, window, alignment, scale, softcap, False, num_threads,
         max_seqlen_q, max_seqlen_kv, backend, stream,
     )  # fmt: skip
+    _mark_written(out, lse)
     return out, lse
 
 
@@ -235,6 +237,7 @@ def backward(
         call, BACKWARD, how, q, causal, window, alignment, scale, softcap, deterministic,
         num_threads, max_seqlen_q, max_seqlen_kv, backend, stream,
     )  # fmt: skip
+    _mark_written(*gradients)
     return tuple(gradients) if sinks is not None else tuple(gradients[:3])
 
 
@@ -287,12 +290,13 @@ def _run(
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     left, right = band(causal, window)
     options = pack_options(
-        left, right, ALIGNMENTS[alignment], NAN if scale is None else scale, softcap,
+        left, right, ALIGNMENTS[alignment], scale, softcap,
         deterministic, num_threads, max_seqlen_q, max_seqlen_kv, backend,
     )  # fmt: skip
     num_bytes = call.prepare(which, options)
     if how == "torch":
         torch = sys.modules["torch"]
+        _refuse_tracing(torch)
         workspace = _empty(how, (num_bytes,), torch.uint8, q, stream)
         address = workspace.data_ptr()
         if stream is None and q.is_cuda:
@@ -303,6 +307,24 @@ def _run(
         workspace = numpy.empty(num_bytes, numpy.uint8)
         address = workspace.ctypes.data
     call.launch(which, address, num_bytes, stream or 0)
+
+
+def _refuse_tracing(torch: Any) -> None:
+    """What runs below PyTorch would be missing in a program that PyTorch records."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    if torch.jit.is_tracing() or torch._C._get_dispatch_mode(proxies) is not None:
+        raise NotImplementedError(
+            "flashgrad: forward and backward can't be recorded by torch.jit.trace or make_fx: use "
+            "the functions of flashgrad.torch"
+        )
+
+
+def _mark_written(*tensors: Any) -> None:
+    """Autograd must know that tensors which it may have saved are others now."""
+    torch = sys.modules.get("torch")
+    for x in tensors:
+        if torch is not None and isinstance(x, torch.Tensor) and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
 
 def _empty(how: str, shape: tuple[int, ...], dtype: Any, like: Any, stream: int | None) -> Any:

@@ -27,6 +27,12 @@ NAME = "flashgrad"
 _MASK_ROWS = 256
 
 
+# Functions whose result is the same mask.
+_COPIES = {
+    "__getitem__", "bool", "clone", "contiguous", "cpu", "cuda", "detach", "expand", "to",
+}  # fmt: skip
+
+
 class Unserved(NamedTuple):
     """A mask that the layers refuse, unless offsets of packed sequences stand in for it."""
 
@@ -40,18 +46,30 @@ class FinishedMask(torch.Tensor):
     if it was made before the forward pass (for a static cache). This one has no elements.
     """
 
+    band: KeyBand | Unserved = Unserved("that the model has changed")
+
     @staticmethod
     def of(band: KeyBand | Unserved) -> FinishedMask:
         finished = torch.empty((1, 1, 0, 0), dtype=torch.bool).as_subclass(FinishedMask)
-        finished.band = band  # type: ignore[attr-defined]
+        finished.band = band
         return finished
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Copies and slices mean the same: activation checkpointing hands a layer one."""
-        result = super().__torch_function__(func, types, args, kwargs)
-        if args and isinstance(args[0], FinishedMask) and isinstance(result, FinishedMask):
-            result.__dict__.update(args[0].__dict__)
+        """Copies and slices mean the same: activation checkpointing hands a layer one.
+
+        What a model changes in its layers (as those that choose keys by their content) means
+        something else, and nobody can read it from this.
+        """
+        try:
+            result = super().__torch_function__(func, types, args, kwargs)
+        except RuntimeError as error:  # its shape does not fit the others'
+            raise NotImplementedError(
+                REFUSED.format("that the model computes with in its layers")
+            ) from error
+        if isinstance(result, FinishedMask):
+            same = func.__name__ in _COPIES and isinstance(args[0], FinishedMask)
+            result.band = args[0].band if same else FinishedMask.band
         return result
 
 
@@ -193,6 +211,10 @@ def attend(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     output_attentions: bool | None = None,
+    deterministic: bool | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention interface.
@@ -209,7 +231,7 @@ def attend(
         Attention sinks.
     cu_seq_lens_q, cu_seq_lens_k : int32 Tensor, optional
         Offsets of the sequences packed into a batch of 1; then the mask is not used.
-    dropout, scaling, softcap, ...
+    dropout, scaling, softcap, deterministic, ...
         As Transformers defines them.
 
     Returns
@@ -219,19 +241,27 @@ def attend(
     Raises
     ------
     NotImplementedError
-        Dropout, position biases, attention weights as output, other masks.
+        Dropout, position biases, attention weights as output, chosen keys (``indices``), sinks that
+        differ by row, other masks.
     """
     for name, refused in (
         ("dropout (set attention_dropout, in BERT attention_probs_dropout_prob, to 0)", dropout),
         ("position_bias", position_bias is not None),
         ("output_attentions", output_attentions),
+        # DeepSeek's and MiniMax's sparse attention leave it to this function to see these keys only.
+        ("indices", indices is not None),
+        ("block_indices", block_indices is not None),
+        ("sinks (a logit per row, not per head)", sinks is not None),
     ):
         if refused:
             raise NotImplementedError(f"flashgrad: {name}: not supported")
     if s_aux is not None:
         s_aux = s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
     tensors = query, key, value
-    options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    options = {
+        "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux,
+        "deterministic": bool(deterministic),
+    }  # fmt: skip
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         out, _ = attention(

@@ -115,6 +115,23 @@ void for_each_gap(const HostTensor& t, F&& f) {
   }
 }
 
+// Sets to 1 the 16-bit words of the buffer that are elements of the tensor.
+void mark_elements(const HostTensor& t, std::vector<std::uint8_t>& used) {
+  const std::size_t words = width_bytes(t.dtype()) / 2;
+  const std::int64_t size = t.shape().back();
+  const std::int64_t step = t.strides().back() * static_cast<std::int64_t>(words);
+  for (std::int64_t n = 0; n < t.num_elements(); n += size) {
+    std::uint8_t* at = used.data() + (t.address(n) - t.buffer()->data()) / 2;
+    if (t.strides().back() == 1) {
+      std::memset(at, 1, static_cast<std::size_t>(size) * words);
+      continue;
+    }
+    for (std::int64_t c = 0; c < size; ++c, at += step) {
+      std::memset(at, 1, words);
+    }
+  }
+}
+
 // Calls f(offset in bytes, rows) for what has to be copied of the tensor's buffer: all of it or, of
 // a sparse one, the elements with the gaps after them, in as few blocks as they fall into.
 template <class F>
@@ -405,7 +422,7 @@ std::string damaged_surroundings(const std::vector<NamedTensor>& tensors) {
       continue;
     }
     // Elements of any of the tensors in this buffer, by 16-bit words; the rest must be poison.
-    std::vector<bool> used(buffer->size_bytes() / 2);
+    std::vector<std::uint8_t> used(buffer->size_bytes() / 2);
     std::size_t used_bytes = 0;
     for (const NamedTensor& other : tensors) {
       const HostTensor& t = *other.tensor;
@@ -417,21 +434,19 @@ std::string damaged_surroundings(const std::vector<NamedTensor>& tensors) {
       if (used_bytes == buffer->size_bytes()) {
         break;  // no gap
       }
-      for (std::int64_t n = 0; n < t.num_elements(); ++n) {
-        const auto word = static_cast<std::size_t>(t.address(n) - buffer->data()) / 2;
-        for (std::size_t w = 0; w < width / 2; ++w) {
-          used[word + w] = true;
-        }
-      }
+      mark_elements(t, used);
     }
     if (used_bytes == buffer->size_bytes()) {
       continue;
     }
+    bool intact = true;
     for (std::size_t word = 0; word < used.size(); ++word) {
-      const std::byte* p = buffer->data() + 2 * word;
-      if (!used[word] && !is_poison(p, p + 2)) {
-        return name;
-      }
+      std::uint16_t x;
+      std::memcpy(&x, buffer->data() + 2 * word, sizeof(x));
+      intact &= used[word] != 0 || x == kPoison;
+    }
+    if (!intact) {
+      return name;
     }
   }
   return {};

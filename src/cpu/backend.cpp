@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU backend's entry points: they pick the instruction set and hand over.
+#include "core/refusals.hpp"
 #include "cpu/cpu_backend.hpp"
 #include "cpu/dispatch.hpp"
 
@@ -21,12 +22,8 @@ const char* detail() {
 bool available() { return cpu::selected_instruction_set() != nullptr; }
 
 Status supports(const Problem& p, Pass /*pass*/) {
-  if (p.device_type != DeviceType::kCpu) {
-    return unsupported("q: on a CUDA device, want CPU memory");
-  }
-  if (p.dtype == DType::kF64) {
-    return unsupported("q: dtype f64, want f32, bf16 or f16");
-  }
+  FG_RETURN_IF_ERROR(want_device(p, DeviceType::kCpu));
+  FG_RETURN_IF_ERROR(want_dtype(p, {DType::kF32, DType::kBF16, DType::kF16}));
   if (!available()) {
     return invalid(cpu::selection_error());
   }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/refusals.hpp"
 #include "reference/reference_backend.hpp"
 
 namespace flashgrad {
@@ -54,12 +55,7 @@ const char* detail() { return "float64 textbook formulas"; }
 
 bool available() { return true; }
 
-Status supports(const Problem& p, Pass /*pass*/) {
-  if (p.device_type != DeviceType::kCpu) {
-    return unsupported("q: on a CUDA device, want CPU memory");
-  }
-  return {};
-}
+Status supports(const Problem& p, Pass /*pass*/) { return want_device(p, DeviceType::kCpu); }
 
 // A call may get fewer threads than it asks for, not more.
 WorkspaceSize workspace_size(const Problem& p, Pass /*pass*/) {

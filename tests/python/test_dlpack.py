@@ -5,6 +5,7 @@ import flashgrad
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 class Foreign:
@@ -77,3 +78,54 @@ def test_torch_tensors(qkv):
         assert np.array_equal(got.numpy(), reference)
     bf16 = [x.bfloat16() for x in tensors]
     assert flashgrad.forward(*bf16)[0].dtype == torch.bfloat16
+
+
+def test_lazily_negated_tensors(qkv):
+    """Their memory has the other sign."""
+    q, k, v = map(torch.from_numpy, qkv)
+    negated = torch.complex(v, v).conj().imag
+    assert negated.is_neg()
+    want, want_lse = flashgrad.forward(q, k, -v)
+    out, lse = flashgrad.forward(q, k, negated)
+    assert torch.equal(out, want)
+    gradients = flashgrad.backward(torch._neg_view(out), q, k, negated, out, lse)
+    for got, reference in zip(gradients, flashgrad.backward(-want, q, k, -v, want, want_lse)):
+        assert torch.equal(got, reference)
+    with pytest.raises(ValueError, match="out: is lazily negated, but would be written"):
+        flashgrad.forward(q, k, v, out=torch._neg_view(want))
+
+
+def test_recording_is_refused(qkv):
+    """The recorded program would not have the call in it."""
+    q, k, v = map(torch.from_numpy, qkv)
+    call = lambda q: flashgrad.forward(q, k, v)[0]
+    for record in (lambda: torch.jit.trace(call, (q,)), lambda: make_fx(call)(q)):
+        with pytest.raises(NotImplementedError, match="use the functions of flashgrad.torch"):
+            record()
+
+
+def test_what_autograd_saved_is_not_overwritten_in_silence(qkv):
+    q, k, v = map(torch.from_numpy, qkv)
+    saved = torch.ones_like(q)
+    factor = torch.ones_like(q, requires_grad=True)
+    (factor * saved).sum().backward()
+    product = (factor * saved).sum()
+    out, lse = flashgrad.forward(q, k, v, out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    product = (factor * saved).sum()
+    flashgrad.backward(torch.ones_like(q), q, k, v, out.clone(), lse, dq=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        flashgrad.forward(q, k, v, out=torch.empty_like(q))
+
+
+def test_arrays_of_jax_are_not_written(qkv):
+    jnp = pytest.importorskip("jax.numpy")
+    given = jnp.zeros(qkv[0].shape)
+    with pytest.raises(ValueError, match="out: a jax.Array, which can't be changed"):
+        flashgrad.forward(*qkv, out=given)
+    assert not given.any()
+    want = flashgrad.forward(*qkv)[0]
+    assert np.array_equal(flashgrad.forward(*map(jnp.asarray, qkv))[0], want)

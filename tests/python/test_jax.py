@@ -7,6 +7,7 @@ import flashgrad
 import flashgrad.jax as fgj
 import jax
 import jax.experimental
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -257,6 +258,27 @@ def test_packed_sequences_and_offsets():
         jax.block_until_ready(run(bad, None, q, k, v))
 
 
+def test_offsets_beyond_32_bits():
+    q, k, v = qkv()
+    batch = q.shape[0]
+    far = np.full(batch, 2**31 + 5)  # every key lies before it
+    want = fgj.attention(q, k, v)[0]
+    run = functools.partial(fgj.attention, q, k, v, causal=True)
+    same(run(q_offset=jnp.asarray(far, jnp.uint32))[0], want)
+    with enable_x64():
+        same(run(q_offset=far)[0], want)
+    with pytest.raises(ValueError, match="q_offset: entries that are no int32"):
+        run(q_offset=far)
+    with pytest.raises(ValueError, match="seqused_kv: entries that are no int32"):
+        run(seqused_kv=np.full(batch, 2**32))
+
+
+def test_symbolic_shapes_are_refused():
+    shape = jax.export.symbolic_shape("b, 9, 2, 8")
+    with pytest.raises(NotImplementedError, match=r"shape \(b, 9, 2, 8\), want numbers"):
+        jax.export.export(jax.jit(fgj.attention))(*[jax.ShapeDtypeStruct(shape, jnp.float32)] * 3)
+
+
 def test_options_may_be_arrays():
     q = jnp.ones((9, 2, 8))
     cu = jnp.array([0, 9], jnp.int32)
@@ -300,6 +322,12 @@ def test_errors_of_the_library():
         fgj.attention(q.astype(jnp.int32), k, v)
     with pytest.raises(ValueError, match="alignment"):
         fgj.attention(q, k, v, alignment="left")
+    same(
+        fgj.dot_product_attention(q, k, v, local_window_size=np.int64(2)),
+        fgj.dot_product_attention(q, k, v, local_window_size=(2, 2)),
+    )
+    with pytest.raises(ValueError, match="local_window_size: .*, want a whole number or"):
+        fgj.dot_product_attention(q, k, v, local_window_size=(1, 2, 3))
     with pytest.raises(ValueError, match="local_window_size: 1.5, want"):
         fgj.dot_product_attention(q, k, v, local_window_size=1.5)
     same(

@@ -367,6 +367,27 @@ def test_noncontiguous_inputs():
         assert all(map(torch.equal, got, reference))
 
 
+@pytest.mark.parametrize("which", ["cu_seqlens", "seqused_k", "q_offset", "sinks"])
+@pytest.mark.parametrize("way", ["plan", "kernel", "operator"])
+def test_what_changes_before_backward_is_noticed(way, which):
+    """A buffer of lengths that the next batch is written into would give other gradients."""
+    q, k, v = (torch.randn(9, 2, 16)[..., :8] for _ in range(3))
+    if way == "kernel":  # a stride that no plan serves
+        q = torch.randn(9, 2, 16)[..., ::2]
+    q.requires_grad_()
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    others = {
+        "seqused_k": torch.tensor([4, 5], dtype=torch.int32),
+        "q_offset": torch.zeros(2, dtype=torch.int64),
+        "sinks": torch.zeros(2),
+    }
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "operator"):
+        out = fgt.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, **others)
+    {"cu_seqlens": cu, **others}[which][1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_double_backward_says_so():
     inputs = qkv()
     (dq,) = torch.autograd.grad(fgt.flash_attn_func(*inputs).sum(), inputs[0], create_graph=True)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """flashgrad.transformers: small models of three kinds against Transformers' own eager attention."""
 
+import functools
+
 import pytest
 import torch
 
@@ -175,6 +177,49 @@ def test_refusals():
     ours.train()
     with pytest.raises(NotImplementedError, match="dropout"):
         ours(inputs)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias"])
+def test_what_would_be_ignored_is_refused(name):
+    """Sparse attention of DeepSeek and MiniMax hands its choice of keys to the function, not a mask."""
+    q = torch.ones(1, 2, 5, 8)
+    attend = functools.partial(fgt.attend, torch.nn.Module(), q, q, q, None)
+    attend(**{name: None})
+    with pytest.raises(NotImplementedError, match=f"{name}.*: not supported"):
+        attend(**{name: torch.zeros(1, 5, 2, dtype=torch.int32)})
+
+
+def test_a_mask_that_the_model_changed_is_refused():
+    """It has no elements; the first token's may meet one of a single element."""
+    mask = fgt.mask(1, 1, 1)
+    hidden = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    q = torch.ones(1, 2, 1, 8)
+    attend = functools.partial(fgt.attend, torch.nn.Module(), q, q, q)
+    copies = (mask.clone(), mask.to("cpu"), mask[:, :, :, :1], mask.bool(), mask.detach())
+    for same in (mask, *copies):
+        assert torch.equal(attend(same)[0], attend(None)[0])
+    wider = torch.nn.functional.pad(mask, (0, 3)), torch.cat([mask, mask], -1)  # DeepSeek V4's
+    for changed in (mask & ~hidden, mask.masked_fill(hidden, False), ~mask, *wider, *mask.unbind()):
+        with pytest.raises(NotImplementedError, match="that the model has changed"):
+            attend(changed)
+    with pytest.raises(NotImplementedError, match="that the model computes with"):
+        torch.ones(1, 5, 5) + mask[:, 0]
+
+
+def test_deterministic_is_handed_on(monkeypatch):
+    """ModernBERT's config has it."""
+    given = []
+    attention = fgt.attention
+
+    def record(*tensors, **options):
+        given.append(options["deterministic"])
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(fgt, "attention", record)
+    q = torch.ones(1, 2, 5, 8)
+    for deterministic in (None, True):
+        fgt.attend(torch.nn.Module(), q, q, q, None, deterministic=deterministic)
+    assert given == [False, True]
 
 
 def test_models_that_would_not_call_it_are_refused():

@@ -193,7 +193,23 @@ TEST(CApi, WhatABackendLacksIsUnsupportedAndSaysWhy) {
   const fg_tensors tensors = call.assemble();
   call.options.backend = "reference";
   EXPECT_EQ(fg_supports(FG_FORWARD, &tensors, &call.options, nullptr), FG_UNSUPPORTED);
-  EXPECT_TRUE(mentions(fg_last_error(), "reference: ")) << fg_last_error();
+  EXPECT_TRUE(mentions(fg_last_error(), "reference: q: is on cuda:0, want cpu")) << fg_last_error();
+  call.options.backend = nullptr;
+  EXPECT_EQ(fg_supports(FG_FORWARD, &tensors, &call.options, nullptr), FG_UNSUPPORTED);
+  EXPECT_TRUE(mentions(fg_last_error(), "; cpu: q: is on cuda:0, want cpu;")) << fg_last_error();
+  EXPECT_TRUE(mentions(fg_last_error(), "left out of this build") ||
+              mentions(fg_last_error(), "sm90: q: dtype f32 on cuda:0, want bf16 or f16;"))
+      << fg_last_error();
+}
+
+TEST(CApi, TheGpuBackendWantsTensorsOfAGpu) {
+  TestCall call(Layout::kFixed);
+  call.options.backend = "sm90";
+  const fg_tensors tensors = call.assemble();
+  EXPECT_EQ(fg_supports(FG_BACKWARD, &tensors, &call.options, nullptr), FG_UNSUPPORTED);
+  EXPECT_TRUE(mentions(fg_last_error(), "left out of this build") ||
+              mentions(fg_last_error(), "sm90: q: is on cpu, want a CUDA device"))
+      << fg_last_error();
 }
 
 TEST(CApi, F64GoesToTheReference) {
@@ -205,6 +221,10 @@ TEST(CApi, F64GoesToTheReference) {
   const char* backend = nullptr;
   ASSERT_EQ(fg_supports(FG_FORWARD, &tensors, nullptr, &backend), FG_OK) << fg_last_error();
   EXPECT_STREQ(backend, "reference");
+  call.options.backend = "cpu";
+  EXPECT_EQ(fg_supports(FG_FORWARD, &tensors, &call.options, nullptr), FG_UNSUPPORTED);
+  EXPECT_TRUE(mentions(fg_last_error(), "cpu: q: dtype f64 on cpu, want f32, bf16 or f16"))
+      << fg_last_error();
 }
 
 TEST(CApi, TooSmallAWorkspaceIsRefusedAndNothingWritten) {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._call import pack_options
-from .._functions import ALIGNMENTS, NAN, Alignment, band
+from .._functions import ALIGNMENTS, Alignment, band
 from .._library import BACKWARD, FORWARD
 from ._ffi import call, vary_over, varying_axes
 
@@ -122,6 +122,17 @@ def _refuse(*arguments: Any) -> Any:
 
 
 _gradients.defvjp(_refuse, _refuse)
+def _as_array(name: str, x: Any) -> jax.Array:
+    array = jnp.asarray(x)
+    # Without jax_enable_x64 JAX cuts NumPy's integers to 32 bits without a word.
+    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
+        if not np.array_equal(x.astype(array.dtype), x):
+            raise ValueError(
+                f"flashgrad: {name}: entries that are no {array.dtype}, JAX's integers here"
+            )
+    return array
+
+
 # Compiled, so that the platform is that of the arrays and a call outside of jit is made only once.
 _compiled = jax.jit(_attention, static_argnums=0)
 
@@ -202,15 +213,15 @@ def attention(
         raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     left, right = band(causal, window)
     options = pack_options(
-        left, right, ALIGNMENTS[alignment], NAN if scale is None else float(scale),
-        float(softcap), bool(deterministic), 0, max_seqlen_q, max_seqlen_kv, None,
+        left, right, ALIGNMENTS[alignment], scale, softcap, bool(deterministic), 0, max_seqlen_q,
+        max_seqlen_kv, None,
     )  # fmt: skip
     tensors = {
         "q": q, "k": k, "v": v, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_kv": cu_seqlens_kv, "seqused_q": seqused_q, "seqused_kv": seqused_kv,
         "q_offset": q_offset,
     }  # fmt: skip
-    tensors = {name: jnp.asarray(x) for name, x in tensors.items() if x is not None}
+    tensors = {name: _as_array(name, x) for name, x in tensors.items() if x is not None}
     if q_offset is not None and not jnp.issubdtype(tensors["q_offset"].dtype, np.integer):
         raise ValueError(f"flashgrad: q_offset: dtype {tensors['q_offset'].dtype}, want integers")
     axes = varying_axes(tensors.values())

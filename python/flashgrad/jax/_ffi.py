@@ -49,6 +49,11 @@ def call(
     """
     probe = Call()
     for name, x in (*arguments.items(), *results.items()):
+        if not all(isinstance(n, int) for n in x.shape):
+            raise NotImplementedError(
+                f"flashgrad: {name}: shape {x.shape}, want numbers: the library must know them while "
+                "the program is made"
+            )
         dtype = np.dtype(np.int64 if name == "q_offset" else x.dtype)
         probe.add_shape(SLOT[name], x.shape, *dlpack_dtype(dtype))
     workspace = jax.ShapeDtypeStruct((probe.prepare(which, options),), jnp.uint8)
@@ -99,5 +104,8 @@ def _words(x: Any) -> Any:
     """Integers as the two 32-bit words of an int64, which JAX has only with jax_enable_x64."""
     if x.dtype.itemsize == 8:
         return jax.lax.bitcast_convert_type(x, jnp.int32)
+    if x.dtype == jnp.uint32:
+        low = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jnp.stack([low, jnp.zeros_like(low)], -1)
     x = x.astype(jnp.int32)
     return jnp.stack([x, x >> 31], -1)

@@ -33,6 +33,9 @@ from ._operators import (
 )
 from ._plans import Places, Plan, find, is_ordinary, make
 
+# Of the options that are tensors, the first are the sinks.
+_NUM_AFTER_SINKS = len(LENGTHS) - 1
+
 
 def check_tensor(name: str, x: Any) -> None:
     """Refuses what has neither the shape nor the memory of a tensor."""
@@ -175,8 +178,9 @@ class _Forward(_SingleLevelFunction):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = forward_op(*parts, sinks, *options)
-        ctx.save_for_backward(*tensors, out, lse, sinks)
-        ctx.call = layout, options, direct
+        # The lengths too, so that autograd notices if they are others by then.
+        ctx.save_for_backward(*tensors, out, lse, sinks, *options[:_NUM_AFTER_SINKS])
+        ctx.call = layout, options[_NUM_AFTER_SINKS:], direct
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -185,8 +189,13 @@ class _Forward(_SingleLevelFunction):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
-        *saved, sinks = ctx.saved_tensors
-        gradients = _gradients(dout, dlse, saved, sinks, needs[5:], needs[4], *ctx.call)
+        saved = ctx.saved_tensors
+        *tensors, sinks = saved[:-_NUM_AFTER_SINKS]
+        layout, numbers, direct = ctx.call
+        options = (*saved[-_NUM_AFTER_SINKS:], *numbers)
+        gradients = _gradients(
+            dout, dlse, tensors, sinks, needs[5:], needs[4], layout, options, direct
+        )
         return (None, None, None, None, *gradients)
 
     jvp = staticmethod(refuse_forward_mode)

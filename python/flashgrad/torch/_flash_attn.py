@@ -199,6 +199,8 @@ def flash_attn_func(
         backward and forward-mode differentiation raise it too.
     RuntimeError
         The device reported an error.
+    TypeError
+        A tensor is none, or an argument is unknown.
 
     Examples
     --------

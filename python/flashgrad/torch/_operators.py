@@ -51,7 +51,6 @@ library.define(
 forward_op = torch.ops.flashgrad.forward.default
 backward_op = torch.ops.flashgrad.backward.default
 _to_dlpack = torch._C._to_dlpack
-_NAN = float("nan")
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -108,8 +107,7 @@ def pack(
     """fg_options of the options that are no tensors."""
     return pack_options(
         UNBOUNDED if left is None else left, UNBOUNDED if right is None else right, top_left,
-        _NAN if scale is None else float(scale), float(softcap), deterministic, 0, max_seqlen_q, max_seqlen_kv,
-        None,
+        scale, softcap, deterministic, 0, max_seqlen_q, max_seqlen_kv, None,
     )  # fmt: skip
 
 

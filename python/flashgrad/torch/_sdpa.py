@@ -82,8 +82,6 @@ def scaled_dot_product_attention(
     for x in (query, key, value):
         if not isinstance(x, torch.Tensor) or x.is_nested or x.ndim < 2:
             _refuse(query=query, key=key, value=value)
-    if attn_mask is not None:
-        check_tensor("attn_mask", attn_mask)
     q, k, v, leading = _to_batch_heads(query, key, value)
     if q.shape[1] != k.shape[1] and k.shape[1] != 1 and not enable_gqa:
         raise ArgumentError(
@@ -99,6 +97,7 @@ def scaled_dot_product_attention(
             q, k, v, layout=HEADS_FIRST, scale=scale, window_right=0, top_left=top_left
         )
     else:
+        check_tensor("attn_mask", attn_mask)
         band = read_mask(attn_mask, (*leading, q.shape[2], k.shape[2]), q.shape[0])
         out = band_attention(q, k, v, band, HEADS_FIRST, scale=scale)
     return out if q is query else out.reshape(*leading, *out.shape[-2:])

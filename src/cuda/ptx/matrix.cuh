@@ -54,10 +54,6 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, std::uint32_
                : "memory");
 }
 
-__device__ __forceinline__ void store_shared(std::uint32_t address, std::uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
 // PTX ISA, "ex2": 2^x, 2 ulp; 0 for -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -43,6 +43,12 @@ __device__ __forceinline__ void mbarrier_arrive_expect(std::uint32_t barrier, st
                : "memory");
 }
 
+// mbarrier.expect_tx: announces `bytes` of asynchronous copies without arriving.
+__device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // mbarrier.try_wait.parity in a loop: returns once the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   asm volatile(

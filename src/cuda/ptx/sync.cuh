@@ -25,13 +25,8 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The same, but orders no memory before it, so that nobody waits for stores under way.
-__device__ __forceinline__ void cluster_sync_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
-                   : "memory");
-}
-
-// The two halves of cluster_sync_relaxed(): by whole warps, and other work may lie between them.
+// Its two halves, by whole warps, between which other work may lie; but they order no memory before
+// them, so that nobody waits for stores under way.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -122,18 +117,6 @@ __device__ __forceinline__ std::uint32_t add_acquire_release(std::uint32_t* addr
                : "l"(address), "r"(value)
                : "memory");
   return before;
-}
-
-// The word at the same offset `address` in the shared memory of CTA `cta` of the cluster.
-__device__ __forceinline__ std::uint32_t load_from_cta(std::uint32_t address, std::uint32_t cta) {
-  std::uint32_t value;
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\n"
-      "ld.shared::cluster.u32 %0, [remote];\n}"
-      : "=r"(value)
-      : "r"(address), "r"(cta)
-      : "memory");
-  return value;
 }
 
 // The same object, of which the compiler computes nothing ahead: what it would keep, and spill.

@@ -27,14 +27,15 @@
 //   k_full        1 (cluster: 2, with the peer's K); loader -> all; once
 //   v_full        1; loader -> consumers; once
 //   q_full        1; loader -> consumers; step, stage = step mod q_stages
-//   q_empty       8 (16: of both CTAs); consumer warps, after (6) -> loader; step
+//   q_empty       256 (512: of both CTAs); consumers' lanes, after (6) -> loader; step
 //   do_full       1; loader -> consumers; step, stage = step mod do_stages
-//   do_empty      8 (16); consumer warps, after (5) -> loader; step
+//   do_empty      256 (512); consumers' lanes, after (5) -> loader; step
 //   ds_full       8; consumer warps -> dq; (step, key block), stage mod ds_stages
 //   ds_empty      4 (5: the peer has its copy); dq warps, after (7) -> consumers; the same
 //   peer_ds_full  1; loader, with the peer's copy -> dq; step
 //   peer_ds_empty 4; dq warps of the peer, after (7) -> who sends dS: loader or consumers; step
 //   *_landing     1; loader -> loader, for tiles with rows to clear; each such tile
+//   number_full   1, with the number; CTA 0 of an ordered cluster -> CTA 1; once
 //   done          4; dq warps, after the last (7) -> consumers that then store dk through K's
 //                 memory; once
 // Named barriers: 1, 2 the token of each consumer; 3, 4 each consumer's epilogue; 5 the dq warps'.
@@ -54,6 +55,27 @@ __device__ __forceinline__ void prefetch(const BwdMaps& maps, std::uint32_t mapp
       ptx::prefetch_tensor_map(all[i]);
     }
   }
+}
+
+// The number of a cluster, or of a CTA without one, among those of an ordered kernel: the first CTA
+// has `taken` it in lane 0 and sends it to the other. One warp of each.
+template <BwdConfig C>
+__device__ __forceinline__ std::uint32_t share_number(std::uint32_t taken,
+                                                      const BwdShared<C>& shared, unsigned rank) {
+  if constexpr (C.cluster == 2) {
+    if (rank == 1) {
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect(shared.number_full(), 4);
+      }
+      __syncwarp();
+      ptx::mbarrier_wait(shared.number_full(), 0);
+      return ptx::load_shared_uint(shared.number());
+    }
+    if (threadIdx.x % 32 == 0) {
+      ptx::store_to_cta(shared.number(), taken, shared.number_full(), 1);
+    }
+  }
+  return __shfl_sync(0xffffffffU, taken, 0);
 }
 
 // A tile as prepare has described it, by a warp. Where units are served, rows_ready may have
@@ -87,15 +109,15 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   KeyTile& tile = *reinterpret_cast<KeyTile*>(dynamic_shared + (base - start) + C.info_offset());
   const int warpgroup = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / 128, 0);
   const unsigned rank = C.cluster == 2 ? blockIdx.x % 2 : 0;
-  const std::uint32_t ticket = base + C.ticket_offset();
   if (threadIdx.x == 0) {
     shared.init_barriers();
   }
-  if constexpr (C.cluster == 2 && !C.ordered) {
+  if constexpr (C.cluster == 2) {
     // The peer's barriers, which init_barriers has fenced, are waited for behind the tile.
     __syncwarp();
     ptx::cluster_arrive_relaxed();
   }
+  std::uint32_t taken = 0;
   if (threadIdx.x == 32) {
     prefetch(maps, p.mapped);
   } else if (threadIdx.x / 32 == 4) {
@@ -103,20 +125,16 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if constexpr (!C.ordered) {
       load_tile<C.serves_units()>(&tile, p.tiles + blockIdx.x);
     } else if (threadIdx.x == 128 && rank == 0) {
-      ptx::store_shared(ticket, atomicAdd(p.order.ticket, 1U));
+      taken = atomicAdd(p.order.ticket, 1U);
     }
   }
   __syncthreads();
   if constexpr (C.cluster == 2) {
-    if constexpr (C.ordered) {
-      ptx::cluster_sync();  // the ticket
-    } else {
-      ptx::cluster_wait();
-    }
+    ptx::cluster_wait();
   }
   if constexpr (C.ordered) {
     if (threadIdx.x / 32 == 4) {
-      load_tile<false>(&tile, p.tiles + (ptx::load_from_cta(ticket, 0) * C.cluster + rank));
+      load_tile<false>(&tile, p.tiles + (share_number<C>(taken, shared, rank) * C.cluster + rank));
     }
     __syncthreads();
   }
@@ -136,9 +154,6 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
     if (p.dv) {
       store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v), static_cast<int>(threadIdx.x),
                   C.kThreads);
-    }
-    if constexpr (C.ordered && C.cluster == 2) {
-      ptx::cluster_sync();  // the ticket has been read
     }
     if constexpr (C.serves_units()) {
       if (warpgroup == 0 && p.pipeline.lag > 0) {

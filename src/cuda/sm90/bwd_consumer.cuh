@@ -77,18 +77,8 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
       ptx::mbarrier_arrive(barrier);
     }
   };
-  // A stage is filled again once the consumers of both CTAs have let go of it. All lanes have read
-  // it: an arrival speaks for its own lane only.
-  const auto release = [&](std::uint32_t barrier) {
-    __syncwarp();
-    if constexpr (C.cluster == 2) {
-      if (lane < 2) {
-        ptx::mbarrier_arrive_cluster(barrier, static_cast<std::uint32_t>(lane));
-      }
-    } else {
-      arrive(barrier);
-    }
-  };
+  // A stage is filled again once the consumers of both CTAs have let go of it.
+  const auto release = [&](std::uint32_t barrier) { arrive_in_cluster<C.cluster>(barrier); };
   const auto load_row_statistic = [&](float2(&rows)[8], std::uint32_t address) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {

@@ -327,15 +327,6 @@ Status run(const Problem& p, const Args& args) {
 
 }  // namespace
 
-Status supports_backward(const Problem& p) {
-  if (std::max(p.head_dim, p.head_dim_v) > kMaxHeadDim) {
-    return unsupported("backward: head_dim " + std::to_string(p.head_dim) + " and head_dim_v " +
-                       std::to_string(p.head_dim_v) + ", want at most " +
-                       std::to_string(kMaxHeadDim));
-  }
-  return {};
-}
-
 WorkspaceSize backward_workspace_size(const Problem& p) {
   cuda::DeviceProperties device;
   const bool known = cuda::device_properties(p.device_id, &device).ok();

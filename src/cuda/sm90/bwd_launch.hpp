@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward on the host: what it serves, how it cuts the workspace, how it launches.
+// The backward on the host: how it cuts the workspace, how it launches.
 #pragma once
 
 #include "core/backend.hpp"
 
 namespace flashgrad::sm90 {
 
-// Beyond what sm90_backend.cpp checks for both passes.
-Status supports_backward(const Problem& problem);
 WorkspaceSize backward_workspace_size(const Problem& problem);
 Status launch_backward(const Problem& problem, const Args& args);
 

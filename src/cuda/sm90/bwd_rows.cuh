@@ -23,14 +23,11 @@ __device__ __forceinline__ float dot_8(uint4 a, uint4 b) {
   return sum;
 }
 
-FG_HOST_DEVICE inline bool is_wide(const Tensor& t) {
-  return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.dim_stride == 1 &&
-         t.row_stride % 8 == 0 && t.head_stride % 8 == 0 && t.batch_stride % 8 == 0;
-}
-
-// Whether out and dout can be read 16 bytes at a time.
+// Whether out and dout can be read 16 bytes at a time. Of all tensors of rows dout alone may have a
+// last stride other than 1, which is 0.
 FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
-  return p.dout && is_wide(p.out) && is_wide(p.dout) && p.head_dim_v % 8 == 0;
+  return p.dout && p.dout.dim_stride == 1 && has_aligned_rows(p.out) && has_aligned_rows(p.dout) &&
+         p.head_dim_v % 8 == 0;
 }
 
 // (1) and (2) for kRows rows of a sequence from row `row_begin` on, whose first is number

@@ -46,6 +46,8 @@ struct BwdShared {
     return base + C.factor_offset() + ((consumer * 4 + k) * 128 + thread) * 16;
   }
 
+  __device__ std::uint32_t number() const { return base + C.number_offset(); }
+
   __device__ std::uint32_t barrier(int i) const { return base + C.barrier_offset() + 8 * i; }
   __device__ std::uint32_t k_full() const { return barrier(0); }
   __device__ std::uint32_t v_full() const { return barrier(1); }
@@ -53,7 +55,8 @@ struct BwdShared {
   __device__ std::uint32_t kv_landing() const { return barrier(3); }
   __device__ std::uint32_t q_landing() const { return barrier(4); }
   __device__ std::uint32_t do_landing() const { return barrier(5); }
-  static constexpr int kQ = 6;
+  __device__ std::uint32_t number_full() const { return barrier(6); }
+  static constexpr int kQ = 7;
   static constexpr int kDo = kQ + 2 * C.q_stages;
   static constexpr int kDs = kDo + 2 * C.do_stages;
   static constexpr int kPeerDs = kDs + 2 * C.ds_stages;
@@ -70,19 +73,21 @@ struct BwdShared {
 
   __device__ void init_barriers() const {
     constexpr int kConsumerWarps = 4 * BwdConfig::kConsumers;
+    constexpr int kReaders = 32 * kConsumerWarps * C.cluster;
     ptx::mbarrier_init(k_full(), C.cluster);
     ptx::mbarrier_init(v_full(), 1);
     ptx::mbarrier_init(done(), 4);
     ptx::mbarrier_init(kv_landing(), 1);
     ptx::mbarrier_init(q_landing(), 1);
     ptx::mbarrier_init(do_landing(), 1);
+    ptx::mbarrier_init(number_full(), 1);
     for (int i = 0; i < C.q_stages; ++i) {
       ptx::mbarrier_init(q_full(i), 1);
-      ptx::mbarrier_init(q_empty(i), kConsumerWarps * C.cluster);
+      ptx::mbarrier_init(q_empty(i), kReaders);
     }
     for (int i = 0; i < C.do_stages; ++i) {
       ptx::mbarrier_init(do_full(i), 1);
-      ptx::mbarrier_init(do_empty(i), kConsumerWarps * C.cluster);
+      ptx::mbarrier_init(do_empty(i), kReaders);
     }
     for (int i = 0; i < C.ds_stages; ++i) {
       ptx::mbarrier_init(ds_full(i), kConsumerWarps);
@@ -95,6 +100,19 @@ struct BwdShared {
     ptx::fence_mbarrier_init();
   }
 };
+
+// One arrival of each lane in each CTA of the cluster. One lane could arrive for its warp, behind a
+// __syncwarp(), but racecheck takes an arrival for its own lane's accesses only, and this costs no
+// more (docs/gpu-backward.md, "Every lane arrives").
+template <int kCluster>
+__device__ __forceinline__ void arrive_in_cluster(std::uint32_t barrier) {
+  if constexpr (kCluster == 2) {
+    ptx::mbarrier_arrive_cluster(barrier, 0);
+    ptx::mbarrier_arrive_cluster(barrier, 1);
+  } else {
+    ptx::mbarrier_arrive(barrier);
+  }
+}
 
 // A position in a ring of stages and the parity of its current round.
 template <int kStages>

@@ -18,14 +18,15 @@
 // (wide_rounds.cuh); steps count through all of them.
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per):
-//   q_full, do_full  1; loader -> both; step and piece of 128 columns. K and V come first, as if
-//                    they were Q and dO of a step -1; their columns that are not resident go to
-//                    places of their own, with the first piece
-//   q_empty          8 (cluster: 16, of both CTAs); P after (1), dS after (6) -> loader; step
-//   do_empty         8 (16); dS after (3), P after (5) -> loader; step
-//   p_empty          4; dS, when the copy engine has read the slot -> P; step
+//   q_full, do_full  32; loader's lanes -> both; step and piece of 128 columns. K and V come first,
+//                    as if they were Q and dO of a step -1; their columns that are not resident go
+//                    to places of their own, with the first piece
+//   q_empty          256 (cluster: 512, of both CTAs); lanes of P after (1), of dS after (6) ->
+//                    loader; step
+//   do_empty         256 (512); lanes of dS after (3), of P after (5) -> loader; step
+//   p_empty          128; dS's lanes, when the copy engine has read the slot -> P; step
 //   landing          1; loader -> loader, for tiles with rows to clear
-//   done             8; P and dS after their last products -> both; once, without kAhead
+//   done             256; lanes of P and dS after their last products -> both; once, without kAhead
 //   and, with kAhead, those of wide_rounds.cuh
 // Named barriers: the epilogues of P and dS, and for each slot that P has filled it: P's threads
 // arrive, dS's wait; step, slot = step mod kSlots.
@@ -63,10 +64,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
   // Of a consumer, after its part of a tile.
   const auto end_tile = [&](int round, int named_barrier) {
     if constexpr (kSeveral) {
-      __syncwarp();
-      if (lane == 0) {
-        ptx::mbarrier_arrive(rounds.tile_empty(round));
-      }
+      ptx::mbarrier_arrive(rounds.tile_empty(round));
       ptx::named_barrier_sync<128>(named_barrier);  // the staging is free again
     }
   };
@@ -79,10 +77,7 @@ __global__ __launch_bounds__(kWideThreads, 1) void bwd_wide(const __grid_constan
       rounds.each<kSeveral>(tiles, [&](int round, const WideTile& tile) {
         loader.run(tile.keys);
         if constexpr (kSeveral) {
-          if (ptx::elect_one()) {
-            ptx::mbarrier_arrive(rounds.tile_empty(round));
-          }
-          __syncwarp();
+          ptx::mbarrier_arrive(rounds.tile_empty(round));
         }
       });
     } else if (kSeveral && warp == 9 && lane == 0) {

@@ -307,10 +307,7 @@ __global__ __launch_bounds__(kWideDqThreads,
       std::uint32_t landing_parity = 0;
       rounds.each<true>(tiles, [&](int round, const WideDqTile& tile) {
         wide_dq_loader_role<kD, kCluster>(p, maps, tile, shared, rank, lane, ring, landing_parity);
-        if (ptx::elect_one()) {
-          ptx::mbarrier_arrive(rounds.tile_empty(round));
-        }
-        __syncwarp();
+        ptx::mbarrier_arrive(rounds.tile_empty(round));
       });
     } else if (warp == 9 && lane == 0) {
       rounds.schedule<kCluster>(
@@ -326,10 +323,7 @@ __global__ __launch_bounds__(kWideDqThreads,
     rounds.each<true>(tiles, [&](int round, const WideDqTile& tile) {
       wide_dq_consumer_role<kD, kCluster, T>(p, tile, shared, consumer, ptx::thread_index() % 128,
                                              ring);
-      __syncwarp();
-      if (lane == 0) {
-        ptx::mbarrier_arrive(rounds.tile_empty(round));
-      }
+      ptx::mbarrier_arrive(rounds.tile_empty(round));
       ptx::named_barrier_sync<128>(3 + consumer);  // the staging is free again
     });
   }

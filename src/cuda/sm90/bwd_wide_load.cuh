@@ -40,6 +40,16 @@ struct WideLoader {
     landing_parity ^= 1;
   }
 
+  // Every lane, for what it has written itself (arrive_in_cluster() says why); the copies' bytes
+  // have been announced.
+  template <int kPieces, class Full>
+  __device__ static void arrive_at_all(Full&& full) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      ptx::mbarrier_arrive(full(piece));
+    }
+  }
+
   // K or V: the first kResident columns through a stage of Q or dO, the others to `rest`.
   template <int kColumns, int kResident>
   __device__ void load_keys(bool is_k, std::uint32_t rest) {
@@ -62,7 +72,12 @@ struct WideLoader {
     };
     const std::uint32_t barrier = clear ? shared.landing() : full(0);
     if (mapped && ptx::elect_one()) {
-      ptx::mbarrier_arrive_expect(barrier, kColumns / 64 * Shared::kBoxBytes);
+      constexpr std::uint32_t kBytes = kColumns / 64 * Shared::kBoxBytes;
+      if (clear) {
+        ptx::mbarrier_arrive_expect(barrier, kBytes);
+      } else {
+        ptx::mbarrier_expect(barrier, kBytes);
+      }
 #pragma unroll
       for (int box = 0; box < kColumns / 64; ++box) {
         ptx::tensor_load(box < kResidentBoxes ? resident + box * Shared::kBoxBytes
@@ -71,16 +86,17 @@ struct WideLoader {
       }
     }
     __syncwarp();
-    if (ptx::elect_one()) {
-#pragma unroll
-      for (int piece = 1; piece < kPieces; ++piece) {
-        ptx::mbarrier_arrive(full(piece));
-      }
+    if (clear) {
+      clear_keys<kColumns, kResident>(is_k, resident, rest);
     }
-    __syncwarp();
-    if (!clear) {
-      return;
-    }
+    arrive_at_all<kPieces>(full);
+  }
+
+  // The rows of K or V that are not to be read, or all rows of a tensor that the copy engine can't
+  // address.
+  template <int kColumns, int kResident>
+  __device__ void clear_keys(bool is_k, std::uint32_t resident, std::uint32_t rest) {
+    const bool mapped = (p.mapped & (is_k ? kMapK : kMapV)) != 0;
     const auto live = [this](int r) { return r >= tile.live_begin && r < tile.live_end; };
     const Tensor& tensor = is_k ? p.k : p.v;
     const int columns = static_cast<int>(is_k ? p.head_dim : p.head_dim_v);
@@ -100,11 +116,6 @@ struct WideLoader {
       }
     }
     ptx::fence_proxy_async();
-    __syncwarp();
-    if (ptx::elect_one()) {
-      ptx::mbarrier_arrive(full(0));
-    }
-    __syncwarp();
   }
 
   // Boxes [first, first + count) of a query block into a stage, for both CTAs or for this one.
@@ -165,9 +176,8 @@ struct WideLoader {
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
           const int boxes = kBoxes - 2 * piece < 2 ? kBoxes - 2 * piece : 2;
-          ptx::mbarrier_arrive_expect(full(piece),
-                                      static_cast<std::uint32_t>(boxes) * Shared::kBoxBytes +
-                                          (piece == 0 ? kStatisticBytes : 0U));
+          ptx::mbarrier_expect(full(piece), static_cast<std::uint32_t>(boxes) * Shared::kBoxBytes +
+                                                (piece == 0 ? kStatisticBytes : 0U));
           if (piece == 0) {
             ptx::bulk_load(statistic_destination, statistic, kStatisticBytes, full(0));
           }
@@ -175,6 +185,7 @@ struct WideLoader {
         }
       }
       __syncwarp();
+      arrive_at_all<kPieces>(full);
       return;
     }
     if (ptx::elect_one()) {
@@ -196,14 +207,7 @@ struct WideLoader {
           walk.head, 0, static_cast<int>(kIsQ ? p.head_dim : p.head_dim_v), lane, readable);
     }
     ptx::fence_proxy_async();
-    __syncwarp();
-    if (ptx::elect_one()) {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        ptx::mbarrier_arrive(full(piece));
-      }
-    }
-    __syncwarp();
+    arrive_at_all<kPieces>(full);
   }
 
   // Lets the scheduler look for the next tile when few steps are left to load.

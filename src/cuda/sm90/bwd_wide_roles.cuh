@@ -12,26 +12,11 @@
 
 namespace flashgrad::sm90 {
 
-// One arrival a warp, in this CTA or in both. All lanes have done with what is released.
-template <int kCluster>
-__device__ __forceinline__ void wide_release(std::uint32_t barrier, int lane) {
-  if constexpr (kCluster == 2) {
-    if (lane < 2) {
-      ptx::mbarrier_arrive_cluster(barrier, static_cast<std::uint32_t>(lane));
-    }
-  } else if (lane == 0) {
-    ptx::mbarrier_arrive(barrier);
-  }
-}
-
 // Waits for the products of both roles, if the epilogue goes through the stages.
 template <class Shared>
-__device__ __forceinline__ void wide_products_done(const Shared& shared, int lane) {
+__device__ __forceinline__ void wide_products_done(const Shared& shared) {
   if constexpr (!Shared::kAhead) {
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(shared.done());
-    }
+    ptx::mbarrier_arrive(shared.done());
     ptx::mbarrier_wait(shared.done(), 0);
     __syncwarp();
   }
@@ -117,9 +102,9 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     ptx::mbarrier_wait(shared.q_full(q_ring.stage(), piece), q_ring.parity());
   }
   load_resident<kResident>(resident, shared.q(q_ring.stage()), warp, lane);
-  wide_release<Shared::kCluster>(shared.q_empty(q_ring.stage()), lane);
+  arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_ring.stage()));
   q_ring.advance();
-  wide_release<Shared::kCluster>(shared.do_empty(do_ring.stage()), lane);  // V is the other's
+  arrive_in_cluster<Shared::kCluster>(shared.do_empty(do_ring.stage()));  // V is the other's
   do_ring.advance();
   const std::uint64_t desc_k = Tile::k_major_descriptor(shared.k());
   const std::uint64_t desc_q = Tile::k_major_descriptor(shared.q(0));
@@ -151,16 +136,16 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     if constexpr (!kAhead) {
       ptx::wgmma_wait<1>();
       if (step > first_step) {
-        wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
+        arrive_in_cluster<Shared::kCluster>(shared.do_empty(previous_do));
       }
       ptx::wgmma_wait<0>();
       ptx::pin(s);
-      wide_release<Shared::kCluster>(shared.q_empty(q_stage), lane);
+      arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_stage));
     } else {
       ptx::wgmma_wait<0>();
       ptx::pin(s);
       if (step > first_step) {
-        wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
+        arrive_in_cluster<Shared::kCluster>(shared.do_empty(previous_do));
       }
     }
 #pragma unroll 1
@@ -173,7 +158,7 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
       // In the last step this step's again, unused: ptxas wants no way around a product.
       const bool more = step + 1 < end_step;
       issue_s(next, more ? q_ring.stage() : q_stage, more ? q_ring.parity() : q_parity);
-      wide_release<Shared::kCluster>(shared.q_empty(q_stage), lane);
+      arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_stage));
     }
     const int slot = step % Shared::kSlots;
     const int do_stage = do_ring.stage();
@@ -249,8 +234,8 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
   }
   ptx::wgmma_wait<0>();
   ptx::pin(dv);
-  wide_release<Shared::kCluster>(shared.do_empty(previous_do), lane);
-  wide_products_done(shared, lane);
+  arrive_in_cluster<Shared::kCluster>(shared.do_empty(previous_do));
+  wide_products_done(shared);
   if (p.dv) {
     store_rows<kDv, 64, T>(dv, 1.0F, gradient_rows(p.dv, tile, 0, p.head_dim_v),
                            shared.dv_staging(), 0, kPEpilogueBarrier, thread);
@@ -275,14 +260,14 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
   std::uint32_t resident[kResident / 4];
   Ring<Shared::kQStages>& q_ring = progress.q_ring;
   Ring<Shared::kDoStages>& do_ring = progress.do_ring;
-  wide_release<Shared::kCluster>(shared.q_empty(q_ring.stage()), lane);  // K is the other's
+  arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_ring.stage()));  // K is the other's
   q_ring.advance();
 #pragma unroll
   for (int piece = 0; piece < Shared::kDoPieces; ++piece) {
     ptx::mbarrier_wait(shared.do_full(do_ring.stage(), piece), do_ring.parity());
   }
   load_resident<kResident>(resident, shared.dout(do_ring.stage()), warp, lane);
-  wide_release<Shared::kCluster>(shared.do_empty(do_ring.stage()), lane);
+  arrive_in_cluster<Shared::kCluster>(shared.do_empty(do_ring.stage()));
   do_ring.advance();
   const std::uint64_t desc_v = Tile::k_major_descriptor(shared.v());
   const std::uint64_t desc_do = Tile::k_major_descriptor(shared.dout(0));
@@ -311,13 +296,13 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     float2 rows[8];
     load_row_statistic(rows, shared.delta(step) + static_cast<std::uint32_t>(lane % 4 * 8));
     const int slot = step % Shared::kSlots;
-    if (step > first_step && lane == 0) {
-      ptx::bulk_wait_read<0>();
+    if (step > first_step) {
+      ptx::bulk_wait_read<0>();  // for lane 0, which made the copies
       ptx::mbarrier_arrive(shared.p_empty((step - 1) % Shared::kSlots));
     }
     ptx::wgmma_wait<1>();
     if (step > first_step) {
-      wide_release<Shared::kCluster>(shared.q_empty(previous_q), lane);  // (6) of the step before
+      arrive_in_cluster<Shared::kCluster>(shared.q_empty(previous_q));  // (6) of the step before
     }
     std::uint32_t rds[16];  // P, then dS
     // While (3) still runs.
@@ -332,7 +317,7 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
     }
     ptx::wgmma_wait<0>();
     ptx::pin(dp);
-    wide_release<Shared::kCluster>(shared.do_empty(do_stage), lane);
+    arrive_in_cluster<Shared::kCluster>(shared.do_empty(do_stage));
     const int q_stage = q_ring.stage();
 #pragma unroll
     for (int piece = 0; piece < Shared::kQPieces; ++piece) {
@@ -389,12 +374,10 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
   } while (++step < end_step);
   ptx::wgmma_wait<0>();
   ptx::pin(dk);
-  wide_release<Shared::kCluster>(shared.q_empty(previous_q), lane);
-  if (lane == 0) {
-    ptx::bulk_wait_read<0>();
-    ptx::mbarrier_arrive(shared.p_empty((step - 1) % Shared::kSlots));
-  }
-  wide_products_done(shared, lane);
+  arrive_in_cluster<Shared::kCluster>(shared.q_empty(previous_q));
+  ptx::bulk_wait_read<0>();
+  ptx::mbarrier_arrive(shared.p_empty((step - 1) % Shared::kSlots));
+  wide_products_done(shared);
   if (p.dk) {
     store_rows<kD, 64, T>(dk, p.scale, gradient_rows(p.dk, tile, 0, p.head_dim),
                           shared.dk_staging(), 0, kDsEpilogueBarrier, thread);

@@ -101,10 +101,11 @@ struct WideShared {
   __device__ void init_barriers() const {
     for (int i = 0; i < kRounds; ++i) {
       const bool stage_empty = (i >= kQEmpty && i < kDoFull) || (i >= kDoEmpty && i < kPEmpty);
-      ptx::mbarrier_init(barrier(i), stage_empty    ? 8 * kCluster
-                                     : i >= kPEmpty ? 4
-                                     : i == 1       ? 8
-                                                    : 1);
+      ptx::mbarrier_init(barrier(i), stage_empty    ? 256 * kCluster
+                                     : i >= kPEmpty ? 128
+                                     : i == 0       ? 1
+                                     : i == 1       ? 256
+                                                    : 32);
     }
     rounds().init_barriers();
     ptx::fence_mbarrier_init();

@@ -77,14 +77,14 @@ struct BwdConfig {
   constexpr int factor_bytes() const { return softcap ? kConsumers * 128 * 64 : 0; }
   constexpr int barrier_offset() const { return factor_offset() + factor_bytes(); }
   constexpr int num_barriers() const {
-    return 6 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
+    return 7 + 2 * q_stages + 2 * do_stages + 2 * ds_stages + (cluster == 2 ? 2 * ds_stages : 0);
   }
   // Of the KeyTile, which is read 16 bytes at a time.
   constexpr int info_offset() const {
     return (barrier_offset() + 8 * num_barriers() + 15) / 16 * 16;
   }
-  static constexpr int kInfoBytes = 184;  // KeyTile and, last, the ticket
-  constexpr int ticket_offset() const { return info_offset() + kInfoBytes - 4; }
+  static constexpr int kInfoBytes = 184;  // KeyTile and, last, the number of an ordered cluster
+  constexpr int number_offset() const { return info_offset() + kInfoBytes - 4; }
   // Dynamic shared memory starts at a multiple of 16; the tiles are aligned by hand.
   constexpr int shared_bytes() const { return info_offset() + kInfoBytes + tile::kTileAlignment; }
 

@@ -135,17 +135,14 @@ Status launch_main(int variant, bool score_function, std::int64_t num_ctas, bool
 }  // namespace
 
 Status supports_forward(const Problem& p) {
-  const int variant = find_variant(p);
-  if (variant < 0) {
-    return unsupported("forward: head_dim " + std::to_string(p.head_dim) + " and head_dim_v " +
-                       std::to_string(p.head_dim_v) + ", want at most 256");
-  }
+  const int block_m = kFwdConfigs[find_variant(p)].block_m();
   const std::int64_t units = (p.packed ? 1 : p.batch) * p.heads_q;
   constexpr std::int64_t kMaxTiles = INT32_MAX;
-  const std::int64_t blocks =
-      std::max<std::int64_t>(1, num_query_blocks(p, kFwdConfigs[variant].block_m()));
+  const std::int64_t blocks = std::max<std::int64_t>(1, num_query_blocks(p, block_m));
   if (units > kMaxTiles / blocks) {
-    return unsupported("forward: more than 2^31 - 1 tiles");
+    return unsupported("q: " + std::to_string(units) + " heads of all sequences, each of " +
+                       std::to_string(blocks) + " blocks of " + std::to_string(block_m) +
+                       " rows, want fewer than 2^31 blocks");
   }
   return {};
 }

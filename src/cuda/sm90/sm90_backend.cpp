@@ -3,6 +3,7 @@
 // them.
 #include "cuda/sm90/sm90_backend.hpp"
 
+#include "core/refusals.hpp"
 #include "cuda/common/device.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/fwd_launch.hpp"
@@ -54,24 +55,21 @@ bool available() {
 }
 
 Status supports(const Problem& p, Pass pass) {
-  if (p.device_type != DeviceType::kCuda) {
-    return unsupported("the tensors are not on a CUDA device");
-  }
-  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
-    return unsupported(std::string("dtype ") + name(p.dtype) +
-                       " on cuda:" + std::to_string(p.device_id) + ", want bf16 or f16");
-  }
+  FG_RETURN_IF_ERROR(want_device(p, DeviceType::kCuda));
+  FG_RETURN_IF_ERROR(want_dtype(p, {DType::kBF16, DType::kF16}));
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
   if (device.compute_capability != 90) {
-    return unsupported("cuda:" + std::to_string(p.device_id) + " has compute capability " +
+    return unsupported("q: is on cuda:" + std::to_string(p.device_id) + " of compute capability " +
                        compute_capability(device) + ", want 9.0");
   }
   constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;
-  if (p.seqlen_q >= kMaxRows || p.seqlen_kv >= kMaxRows) {
-    return unsupported("2^30 rows or more");
+  for (const auto& [rows, name] : {std::pair{p.seqlen_q, "q: "}, {p.seqlen_kv, "k: "}}) {
+    if (rows >= kMaxRows) {
+      return unsupported(name + std::to_string(rows) + " rows, want fewer than 2^30");
+    }
   }
-  return pass == Pass::kForward ? sm90::supports_forward(p) : sm90::supports_backward(p);
+  return pass == Pass::kForward ? sm90::supports_forward(p) : Status{};
 }
 
 WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass) {

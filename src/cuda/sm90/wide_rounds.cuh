@@ -7,7 +7,7 @@
 //
 // Barriers (count of arrivals; who arrives -> who waits; completes once per round):
 //   tile_full      1; scheduler -> all; place = round mod 2
-//   tile_empty     9; consumer warps and loader, done with the tile -> scheduler; place
+//   tile_empty     288; lanes of consumers and loader, done with the tile -> scheduler; place
 //   tile_ends      1; loader -> scheduler
 //   number_wanted  1; scheduler of the cluster's second CTA -> that of the first
 //   number_full    1, with the number; the other way
@@ -33,7 +33,7 @@ struct WideRounds {
 
   __device__ void init_barriers() const {
     for (int i = 0; i < kWideRoundBarriers; ++i) {
-      ptx::mbarrier_init(barriers + 8 * i, i == 2 || i == 3 ? 9 : 1);
+      ptx::mbarrier_init(barriers + 8 * i, i == 2 || i == 3 ? 288 : 1);
     }
   }
 
