@@ -170,7 +170,7 @@ def _evaluate(
     device: Any,
 ) -> KeyBand | Unserved:
     """What a mask that is not simply causal turns out to be."""
-    if q_length == 0 or kv_length == 0:
+    if 0 in (batch_size, q_length, kv_length):
         return KeyBand(None, None)
     parts = []
     for begin in range(0, q_length, _MASK_ROWS):

@@ -5,11 +5,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace flashgrad::check {
 namespace {
@@ -283,6 +285,35 @@ TEST(Judge, OverflowOfTheNaiveFormula) {
       t.dk.set(n, t.dk.get(n) * 1.01);
     }
     EXPECT_EQ(refused(t, c, false), "dk ") << "seed " << seed;
+  }
+}
+
+// What the arithmetic costs an element is no licence: in a call of ordinary numbers none may be off
+// by a few times the bound of its output.
+TEST(Judge, RoundingsOfAnOrdinaryCallAreSmall) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    Case c = parse_shape("hq=2,hkv=1,sq=48,sk=64,d=64");
+    c.dtype = dtype;
+    c.mask.right = 0;
+    CallTensors t = after(c, "cpu");
+    const std::vector<OutputResult> right = judge(t.c_tensors(), make_options(c), false).outputs;
+    struct Tensor {
+      std::string name;
+      HostTensor* tensor;
+    };
+    for (const auto& [output, x] :
+         {Tensor{"out", &t.out}, Tensor{"lse", &t.lse}, Tensor{"dq", &t.dq}, Tensor{"dk", &t.dk},
+          Tensor{"dv", &t.dv}}) {
+      const auto same = [&name = output](const OutputResult& r) { return r.name == name; };
+      const double bound = std::find_if(right.begin(), right.end(), same)->bound;
+      for (std::int64_t n = 0; n < x->num_elements(); n += x->num_elements() / 3) {
+        const double before = x->get(n);
+        const double scale = output == "lse" ? 1 + std::abs(before) : 1;
+        x->set(n, before + 3 * bound * scale);
+        EXPECT_EQ(refused(t, c, false), output + " ") << name(dtype) << " element " << n;
+        x->set(n, before);
+      }
+    }
   }
 }
 
