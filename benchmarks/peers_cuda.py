@@ -261,10 +261,13 @@ class Nvml:
     """Clock and energy of one GPU."""
 
     def __init__(self, index):
+        """By its UUID: NVML counts the GPUs that CUDA_VISIBLE_DEVICES hides too."""
         self._lib = ctypes.CDLL("libnvidia-ml.so.1")
         self._lib.nvmlInit_v2()
         self._device = ctypes.c_void_p()
-        self._lib.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self._device))
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        if self._lib.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self._device)) != 0:
+            raise RuntimeError(f"NVML does not know {uuid}")
 
     def joules(self):
         """Energy since the driver was loaded."""
