@@ -53,6 +53,9 @@ class DeviceMemory {
 void upload(const std::byte* host, std::byte* device, const Rows& rows);
 void download(const std::byte* device, std::byte* host, const Rows& rows);
 
+// From one place on the device to another; may still be under way on return.
+void copy_on_device(const std::byte* from, std::byte* to, std::size_t size_bytes);
+
 // Waits for the device and throws if something that ran on it failed.
 void synchronize_device();
 

@@ -27,6 +27,7 @@ void copy(const std::byte* from, std::byte* to, const Rows& rows, cudaMemcpyKind
     require(cudaMemcpy2D(to, rows.pitch_bytes, from, rows.pitch_bytes, rows.width_bytes, rows.count,
                          kind),
             kWhat);
+    require(cudaStreamSynchronize(nullptr), kWhat);
     return;
   }
   // The driver stages pageable memory through buffers of its own, which several threads fill faster
@@ -43,6 +44,9 @@ void copy(const std::byte* from, std::byte* to, const Rows& rows, cudaMemcpyKind
     }
   }
   require(error, kWhat);
+  // From pageable memory cudaMemcpy returns earlier, and not every stream waits for the default
+  // one.
+  require(cudaStreamSynchronize(nullptr), kWhat);
 }
 
 }  // namespace
@@ -52,6 +56,7 @@ DeviceMemory::DeviceMemory(std::size_t size_bytes) : size_bytes_(size_bytes) {
   require(cudaMalloc(&data, size_bytes), "device memory");
   data_ = static_cast<std::byte*>(data);
   require(cudaMemset(data, 0xff, size_bytes), "device memory");
+  require(cudaStreamSynchronize(nullptr), "device memory");
 }
 
 DeviceMemory::~DeviceMemory() { static_cast<void>(cudaFree(data_)); }
@@ -72,6 +77,10 @@ void upload(const std::byte* host, std::byte* device, const Rows& rows) {
 
 void download(const std::byte* device, std::byte* host, const Rows& rows) {
   copy(device, host, rows, cudaMemcpyDeviceToHost);
+}
+
+void copy_on_device(const std::byte* from, std::byte* to, std::size_t size_bytes) {
+  require(cudaMemcpy(to, from, size_bytes, cudaMemcpyDeviceToDevice), "copy on the device");
 }
 
 void synchronize_device() { require(cudaDeviceSynchronize(), "CUDA"); }

@@ -19,6 +19,7 @@ DeviceMemory& DeviceMemory::operator=(DeviceMemory&&) noexcept = default;
 
 void upload(const std::byte*, std::byte*, const Rows&) { refuse(); }
 void download(const std::byte*, std::byte*, const Rows&) { refuse(); }
+void copy_on_device(const std::byte*, std::byte*, std::size_t) { refuse(); }
 void synchronize_device() { refuse(); }
 std::size_t free_device_bytes() { refuse(); }
 

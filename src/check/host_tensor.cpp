@@ -119,14 +119,15 @@ void for_each_gap(const HostTensor& t, F&& f) {
 void mark_elements(const HostTensor& t, std::vector<std::uint8_t>& used) {
   const std::size_t words = width_bytes(t.dtype()) / 2;
   const std::int64_t size = t.shape().back();
-  const std::int64_t step = t.strides().back() * static_cast<std::int64_t>(words);
+  const std::int64_t stride = t.strides().back();
+  const std::int64_t apart = stride == 0 ? std::min<std::int64_t>(size, 1) : size;
   for (std::int64_t n = 0; n < t.num_elements(); n += size) {
     std::uint8_t* at = used.data() + (t.address(n) - t.buffer()->data()) / 2;
-    if (t.strides().back() == 1) {
+    if (stride == 1) {
       std::memset(at, 1, static_cast<std::size_t>(size) * words);
       continue;
     }
-    for (std::int64_t c = 0; c < size; ++c, at += step) {
+    for (std::int64_t c = 0; c < apart; ++c, at += stride * static_cast<std::int64_t>(words)) {
       std::memset(at, 1, words);
     }
   }

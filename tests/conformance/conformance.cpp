@@ -16,9 +16,6 @@
 namespace flashgrad::check {
 namespace {
 
-// The oracle computes no more than this for a case; over it, a sample.
-constexpr double kOracleFlops = 5e8;
-
 // The command that repeats the running case, for the handler of a crash.
 std::array<char, 2000> current_case;
 

@@ -14,6 +14,9 @@
 
 namespace flashgrad::check {
 
+// The oracle computes no more than this for a case; over it, a sample.
+inline constexpr double kOracleFlops = 5e8;
+
 // Remembers the case for the message of a crash, and prints it with each failure.
 class Announce {
  public:
@@ -51,6 +54,9 @@ struct Expectation {
 // oracle; with 1 and 3 threads for the same bits; with the least workspace and one between against
 // the oracle.
 void expect_right(const Case& c, const Expectation& expectation = {});
+
+// Runs a case of compact tensors too large for the host on a GPU (copies.cpp).
+void expect_right_copies(const Case& c, const Target& target);
 
 // The bits that a target gives a case in deterministic mode, after checking that the calls succeed.
 Bits run_bits(const Case& c, const Target& target, int num_threads = 2);

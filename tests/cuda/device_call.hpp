@@ -118,6 +118,8 @@ class Snapshot {
                               cudaMemcpyDeviceToDevice));
     }
     require_cuda(cudaMemset(count_.data(), 0, sizeof(Count)));
+    // The streams of these tests do not wait for the default one.
+    require_cuda(cudaStreamSynchronize(nullptr));
   }
 
   // Enqueues the comparison of outputs whose names `skip` does not hold.
