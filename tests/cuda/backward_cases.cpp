@@ -171,10 +171,14 @@ std::vector<Case> cases() {
     add("ring full 200x300", problem(kB, 40, 200, 300, 6, 6, d, d), kFull);
     add("ring causal gqa", problem(kH, 120, 300, 260, 8, 4, d, d), kCausal);
     add("ring idle tiles", problem(kB, 60, 100, 600, 4, 4, d, d), kCausalTop);
-    add("ring f32 odd strides", problem(kB, 100, 130, 200, 4, 4, d - 3, d), kCausal, [](Case& c) {
-      c.p.dq_dtype = DType::kF32;
-      c.head_pad = 3;
-    });
+    add("ring odd strides", problem(kB, 100, 130, 200, 4, 4, d, d), kCausal,
+        [](Case& c) { c.head_pad = 3; });
+    add("many units f32 odd strides", problem(kB, 100, 130, 200, 4, 4, d - 3, d), kCausal,
+        [](Case& c) {
+          c.p.dq_dtype = DType::kF32;
+          c.head_pad = 3;
+        });
+    add("many units narrow", problem(kB, 100, 130, 200, 4, 4, d - 8, d), kCausal);
     add("ring seqused sinks", problem(kB, 50, 200, 300, 8, 4, d, d),
         BandMask{60, 20, Alignment::kBottomRight}, [](Case& c) {
           c.p.has_sinks = c.p.wants_dsinks = true;

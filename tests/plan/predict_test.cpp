@@ -85,6 +85,7 @@ const Expected kExpected[] = {Expected{"2026-11-29-zen5-bench-quiet.json", 14, 1
                               Expected{"2026-11-30-h200-peers.json", 128, 128, 0.05},
                               Expected{"2026-11-30-h200-peers-262c01a.json", 128, 128, 0.05},
                               Expected{"2026-11-30-h200-peers-005bb10.json", 128, 128, 0.05},
+                              Expected{"2026-11-30-h200-peers-3fcbf5c.json", 128, 128, 0.05},
                               Expected{"2026-11-30-h200-d64.json", 18, 18, 0.05},
                               Expected{"sm90_bench_2026-11-29.json", 12, 12, 0.04},
                               Expected{"sm90_forward_2026-11-29.json", 28, 26, 0.065},
@@ -205,8 +206,10 @@ TEST(PlanPredictSm90, KernelsOfACall) {
   call.deterministic = false;
   EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D128", "finish", "repair"}));
   call.mask = {};
-  call.head_dim = call.head_dim_v = 80;
+  call.head_dim = call.head_dim_v = 96;
   EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D96"}));
+  call.head_dim = call.head_dim_v = 80;  // narrower than its kernel: nothing is served
+  EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D96", "finish"}));
   call.head_dim_v = 128;
   // dS of 64 batch entries times heads is 2 GiB: two passes.
   call.mask = {kUnbounded, 0, Alignment::kBottomRight};

@@ -116,7 +116,10 @@ inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
   }
   const BwdConfig& config = kBwdConfigs[plan.variant];
   plan.units.slots = static_cast<std::int32_t>(num_units(p));
-  if (p.packed || !config.serves_units() || p.seqlen_q == 0 || !has_long_tiles(p)) {
+  // Who serves a unit writes whole rows of the kernel's width, 16 bits an element, or else
+  // element by element, which takes longer than the kernel that finishes.
+  const bool whole_rows = p.head_dim == config.head_dim && p.dq_dtype == p.dtype;
+  if (p.packed || !config.serves_units() || p.seqlen_q == 0 || !has_long_tiles(p) || !whole_rows) {
     return plan;
   }
   const std::int64_t tiles = key_tiles_per_unit(p, plan) * config.cluster;
