@@ -5,12 +5,13 @@
 #   tests/cuda/run_all.sh DIRECTORY [REPEATS]
 #
 # DIRECTORY is a build (build/dev), or has the programs side by side, with libflashgrad.so.0 and
-# data/ beside them. REPEATS is of the determinism check, 1000 if not given. Prints a line a run, and
-# below it what failed; logs go to the folder that LOGS names, or a new one of /tmp. Exit status 1 if
-# something failed, or did not end in LIMIT seconds (300); 77 without a Hopper GPU.
+# data/ beside them. REPEATS is of the determinism check, 20 if not given (a thousand repeats are
+# among gpu_context_test's). Prints a line a run, and below it what failed; logs go to the folder
+# that LOGS names, or a new one of /tmp. Exit status 1 if something failed, or did not end in LIMIT
+# seconds (300); 77 without a Hopper GPU.
 set -u
 directory=$(cd "${1:?the build, or the folder of the test programs}" && pwd) || exit 2
-repeats=${2:-1000}
+repeats=${2:-20}
 export directory LIMIT=${LIMIT:-300} LOGS=${LOGS:-$(mktemp -d)}
 export LD_LIBRARY_PATH=$directory${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 if [ -d "$directory/data" ]; then

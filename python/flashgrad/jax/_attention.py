@@ -122,6 +122,8 @@ def _refuse(*arguments: Any) -> Any:
 
 
 _gradients.defvjp(_refuse, _refuse)
+
+
 def _as_array(name: str, x: Any) -> jax.Array:
     array = jnp.asarray(x)
     # Without jax_enable_x64 JAX cuts NumPy's integers to 32 bits without a word.
