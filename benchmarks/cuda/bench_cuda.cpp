@@ -48,6 +48,7 @@ struct Arguments {
   std::string pass = "both";
   bool cool_only = false;
   bool kernels = false;
+  bool odd_rows = false;
   bool long_run = false;
   std::string commit = "unknown";
   std::string json;
@@ -79,16 +80,27 @@ class Arena {
   std::size_t bytes_ = 0;
 };
 
-// A compact DLTensor in an arena.
+// A DLTensor in an arena, compact unless strides are given.
 struct DeviceTensor {
   std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> strides;
   DLTensor dl{};
   std::size_t bytes = 0;
 
-  DeviceTensor(Arena& arena, DLDataType dtype, std::vector<std::int64_t> extents)
-      : shape(std::move(extents)), bytes(dtype.bits / 8U) {
-    for (const std::int64_t extent : shape) {
-      bytes *= static_cast<std::size_t>(extent);
+  DeviceTensor(Arena& arena, DLDataType dtype, std::vector<std::int64_t> extents,
+               std::vector<std::int64_t> its_strides = {})
+      : shape(std::move(extents)), strides(std::move(its_strides)), bytes(dtype.bits / 8U) {
+    if (strides.empty()) {
+      for (const std::int64_t extent : shape) {
+        bytes *= static_cast<std::size_t>(extent);
+      }
+    } else {
+      std::int64_t last = 0;
+      for (std::size_t i = 0; i < shape.size(); ++i) {
+        last += (shape[i] - 1) * strides[i];
+      }
+      bytes *= static_cast<std::size_t>(last + 1);
+      dl.strides = strides.data();
     }
     dl.data = arena.allocate(bytes);
     dl.device = {kDLCUDA, 0};
@@ -126,15 +138,22 @@ class Call {
  public:
   explicit Call(const Row& row)
       : row_(row),
-        q_(arena_, dtype(), shape(row.heads_q, row.head_dim)),
-        k_(arena_, dtype(), shape(row.heads_kv, row.head_dim)),
-        v_(arena_, dtype(), shape(row.heads_kv, row.head_dim_v)),
-        out_(arena_, dtype(), shape(row.heads_q, row.head_dim_v)),
-        dout_(arena_, dtype(), shape(row.heads_q, row.head_dim_v)),
+        q_(arena_, dtype(), shape(row.heads_q, row.head_dim), strides(row.heads_q, row.head_dim)),
+        k_(arena_, dtype(), shape(row.heads_kv, row.head_dim),
+           strides(row.heads_kv, row.head_dim, row.layout == Layout::kKeyHeadShared)),
+        v_(arena_, dtype(), shape(row.heads_kv, row.head_dim_v),
+           strides(row.heads_kv, row.head_dim_v, row.layout == Layout::kKeyHeadShared)),
+        out_(arena_, dtype(), shape(row.heads_q, row.head_dim_v),
+             strides(row.heads_q, row.head_dim_v)),
+        dout_(arena_, dtype(), shape(row.heads_q, row.head_dim_v),
+              row.layout == Layout::kDoutShared ? std::vector<std::int64_t>(4, 0)
+                                                : strides(row.heads_q, row.head_dim_v)),
         lse_(arena_, {kDLFloat, 32, 1}, lse_shape()),
-        dq_(arena_, dtype(), shape(row.heads_q, row.head_dim)),
-        dk_(arena_, dtype(), shape(row.heads_kv, row.head_dim)),
-        dv_(arena_, dtype(), shape(row.heads_kv, row.head_dim_v)) {
+        dq_(arena_, dtype(), shape(row.heads_q, row.head_dim), strides(row.heads_q, row.head_dim)),
+        dk_(arena_, dtype(), shape(row.heads_kv, row.head_dim),
+            strides(row.heads_kv, row.head_dim)),
+        dv_(arena_, dtype(), shape(row.heads_kv, row.head_dim_v),
+            strides(row.heads_kv, row.head_dim_v)) {
     std::uint64_t seed = 0;
     for (const DeviceTensor* tensor : {&q_, &k_, &v_, &dout_}) {
       fill_normal(*tensor, row.f16, ++seed);
@@ -235,6 +254,21 @@ class Call {
   [[nodiscard]] std::vector<std::int64_t> shape(std::int64_t heads, std::int64_t dim) const {
     return row_.lengths.empty() ? std::vector{row_.batch, row_.seqlen, heads, dim}
                                 : std::vector{row_.tokens(), heads, dim};
+  }
+  // Of a tensor with that many heads, or with one head that is seen so often.
+  [[nodiscard]] std::vector<std::int64_t> strides(std::int64_t heads, std::int64_t dim,
+                                                  bool head_shared = false) const {
+    if (row_.layout == Layout::kHeadsFirst) {
+      return {heads * row_.seqlen * dim, dim, row_.seqlen * dim, 1};
+    }
+    if (head_shared) {
+      return {row_.seqlen * dim, dim, 0, 1};
+    }
+    if (row_.layout == Layout::kBetweenOthers) {
+      const std::int64_t wide = heads * (dim + 1);
+      return {row_.seqlen * wide, wide, dim + 1, 1};
+    }
+    return {};
   }
   [[nodiscard]] std::vector<std::int64_t> lse_shape() const {
     return row_.lengths.empty() ? std::vector{row_.batch, row_.heads_q, row_.seqlen}
@@ -380,7 +414,7 @@ void run(const Arguments& arguments, const std::string& command) {
   std::printf("%s, driver %s\n", report["device"].get<std::string>().c_str(),
               report["driver"].get<std::string>().c_str());
   ordered_json rows = ordered_json::array();
-  for (const Row& row : all_rows()) {
+  for (const Row& row : arguments.odd_rows ? odd_rows() : all_rows()) {
     if (arguments.long_run || !chosen(row, arguments)) {
       continue;
     }
@@ -415,6 +449,8 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"forward", "backward", "both"}));
   app.add_flag("--cool", arguments.cool_only, "Leave the sustained regime out");
   app.add_flag("--kernels", arguments.kernels, "Also each kernel of a call");
+  app.add_flag("--odd", arguments.odd_rows,
+               "Instead: odd head dims and strides, and their even neighbours");
   app.add_flag("--long", arguments.long_run, "Instead: 512K tokens, with memory");
   app.add_option("--commit", arguments.commit, "Goes into the file");
   app.add_option("--json", arguments.json, "Writes the results there");

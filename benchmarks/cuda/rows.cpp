@@ -60,7 +60,9 @@ std::string Row::name() const {
   if (heads_q != heads_kv) {
     text += " GQA " + std::to_string(heads_q) + "/" + std::to_string(heads_kv);
   }
-  return text + (deterministic ? " deterministic" : "");
+  constexpr const char* kLayouts[] = {"", " heads first", " between others", " key head shared",
+                                      " dout shared"};
+  return text + (deterministic ? " deterministic" : "") + kLayouts[static_cast<int>(layout)];
 }
 
 double Row::pairs() const {
@@ -122,6 +124,48 @@ std::vector<Row> all_rows() {
   packed.seqlen = 0;
   packed.lengths = kZipfLengths;
   rows.push_back(packed);
+  return rows;
+}
+
+std::vector<Row> odd_rows() {
+  std::vector<Row> rows;
+  for (const std::int64_t head_dim :
+       {128, 127, 124, 100, 104, 96, 95, 65, 64, 63, 59, 36, 7, 1, 256, 255, 192, 191, 129}) {
+    for (const bool causal : {false, true}) {
+      for (const std::int64_t seqlen : {16384, 4096, 1024}) {
+        // As many heads as the width without its odd part has.
+        Row row = plain(head_dim, seqlen, causal);
+        row.heads_q = row.heads_kv = head_dim > 128 ? 8 : head_dim > 64 ? 16 : 32;
+        rows.push_back(row);
+      }
+    }
+  }
+  for (const Layout layout :
+       {Layout::kHeadsFirst, Layout::kBetweenOthers, Layout::kKeyHeadShared, Layout::kDoutShared}) {
+    for (const std::int64_t head_dim : {128, 127}) {
+      Row row = plain(head_dim, 4096, true);
+      row.heads_q = row.heads_kv = 16;
+      row.layout = layout;
+      rows.push_back(row);
+    }
+  }
+  for (const std::int64_t head_dim : {128, 127}) {
+    for (const std::int64_t seqlen : {16384, 4096}) {
+      Row row = plain(head_dim, seqlen, true);
+      row.heads_q = 16;
+      row.heads_kv = 4;
+      rows.push_back(row);
+      row.heads_kv = 16;
+      row.deterministic = true;
+      rows.push_back(row);
+    }
+    Row packed = plain(head_dim, kTokens, true);
+    packed.batch = 0;
+    packed.seqlen = 0;
+    packed.heads_q = packed.heads_kv = 16;
+    packed.lengths = kZipfLengths;
+    rows.push_back(packed);
+  }
   return rows;
 }
 

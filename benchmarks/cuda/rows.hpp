@@ -11,6 +11,15 @@
 
 namespace flashgrad::bench {
 
+// How the tensors of a row lie.
+enum class Layout : std::uint8_t {
+  kCompact,        // (batch, seqlen, heads, head_dim)
+  kHeadsFirst,     // the same indices, but (batch, heads, seqlen, head_dim) compact
+  kBetweenOthers,  // compact, with one element more behind each head
+  kKeyHeadShared,  // compact, but all heads of k, and of v, are one
+  kDoutShared,     // compact, but dout is one element: the gradient of a sum
+};
+
 struct Row {
   std::int64_t head_dim = 128;
   std::int64_t head_dim_v = 128;
@@ -22,6 +31,7 @@ struct Row {
   std::int64_t window_right = FG_UNBOUNDED;
   bool f16 = false;  // else bf16
   bool deterministic = false;
+  Layout layout = Layout::kCompact;
   std::vector<std::int32_t> lengths;  // of a packed batch
 
   [[nodiscard]] std::int64_t tokens() const;
@@ -38,6 +48,9 @@ struct Row {
 
 // The rows of the table in docs/performance.md.
 std::vector<Row> all_rows();
+
+// Head dims and strides that the copy engine can't address, beside those that it can.
+std::vector<Row> odd_rows();
 
 // 512K tokens, causal, 8 heads of 128.
 Row long_row();

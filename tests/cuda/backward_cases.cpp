@@ -103,6 +103,33 @@ std::vector<Case> cases() {
       c.head_pad = 3;
       c.row_pad = 5;
     });
+    add("odd strides copied", problem(kB, 2, 301, 200, 4, 2, d, dv), kCausal, [](Case& c) {
+      c.head_pad = 3;
+      c.row_pad = 5;
+      make_unaligned(c.p);
+    });
+    add("odd strides copied, stride-0 dout", problem(kH, 2, 301, 200, 4, 2, d, dv), kFull,
+        [](Case& c) {
+          c.head_pad = 1;
+          c.stride0 = true;
+          make_unaligned(c.p);
+        });
+    add("odd widths", problem(kB, 2, 301, 200, 4, 1, d - 1, dv - 1), kCausal);
+    add("odd widths packed sinks f32", problem(kB, 0, 0, 0, 4, 2, d - 5, dv - 3), kCausal,
+        [](Case& c) {
+          c.p.dq_dtype = c.p.dk_dtype = c.p.dv_dtype = DType::kF32;
+          c.p.has_sinks = c.p.wants_dsinks = c.p.has_dlse = true;
+          c.lens_q = {0, 100, 64, 1, 300, 0, 513, 0};
+          c.lens_kv = {3, 100, 128, 77, 200, 0, 600, 0};
+          c.seqused_q = {0, 99, 64, 0, 200, 0, 400, 0};
+          c.seqused_kv = {1, 50, 128, 7, 190, 0, 555, 0};
+        });
+    add("deterministic odd widths", problem(kH, 2, 300, 400, 4, 2, d - 4, dv - 1), kCausal,
+        [](Case& c) {
+          c.p.deterministic = true;
+          c.head_pad = 2;
+          make_unaligned(c.p);
+        });
     add("stride-0 dout", problem(kB, 1, 300, 300, 4, 2, d, dv), kCausal,
         [](Case& c) { c.stride0 = true; });
     add("packed causal", problem(kB, 0, 0, 0, 4, 2, d, dv), kCausal, [](Case& c) {
@@ -173,6 +200,7 @@ std::vector<Case> cases() {
     add("ring idle tiles", problem(kB, 60, 100, 600, 4, 4, d, d), kCausalTop);
     add("ring odd strides", problem(kB, 100, 130, 200, 4, 4, d, d), kCausal,
         [](Case& c) { c.head_pad = 3; });
+    add("ring odd widths", problem(kB, 100, 130, 200, 4, 4, d - 1, d - 1), kCausal);
     add("many units f32 odd strides", problem(kB, 100, 130, 200, 4, 4, d - 3, d), kCausal,
         [](Case& c) {
           c.p.dq_dtype = DType::kF32;
@@ -197,6 +225,8 @@ std::vector<Case> cases() {
   add("d97, dv 96", problem(kB, 2, 300, 200, 4, 2, 97, 96), kFull);
   add("d96, dv 40", problem(kB, 2, 200, 300, 4, 2, 96, 40), kCausal);
   add("d33", problem(kB, 2, 200, 200, 4, 4, 33, 33), kCausal);
+  add("d1", problem(kB, 2, 130, 200, 4, 2, 1, 1), kCausal);
+  add("d7, dv 3", problem(kH, 2, 130, 200, 4, 2, 7, 3), kFull);
   add("d1, dv 128", problem(kB, 2, 130, 200, 4, 4, 1, 128), kFull);
   add("big logits f16", problem(kH, 2, 300, 300, 2, 2, 64, 64), kCausal,
       [](Case& c) { c.logit_scale = 4; });

@@ -71,8 +71,9 @@ std::vector<Case> short_cases() {
     {
       Case& c = table.add("odd strides copied", problem(kB, 1, 150, 150, 1, 1, d, dv), kCausal);
       c.head_pad = 3;
-      c.p.unaligned_q = c.p.unaligned_k = c.p.unaligned_v = c.p.unaligned_dout = true;
+      make_unaligned(c.p);
     }
+    table.add("odd widths", problem(kB, 1, 150, 150, 2, 1, d - 1, dv - 3), kCausal);
     if (d > 128) {
       // Passes over the keys, which carry sums of dq.
       table.add("passes", problem(kB, 1, 70, 9400, 1, 1, d, dv), kCausal).rooms = {98};

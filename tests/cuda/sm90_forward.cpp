@@ -19,7 +19,6 @@
 
 #include "core/dtype.hpp"
 #include "core/mask.hpp"
-#include "cuda/sm90/fwd_launch.hpp"
 #include "cuda/sm90/sm90_backend.hpp"
 #include "forward_case.hpp"
 
@@ -139,6 +138,7 @@ bool run_case(const Kernel& kernel, const Case& c) {
   p.mask = c.mask;
   p.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(head_dim)) : c.scale;
   p.softcap = c.softcap;
+  p.unaligned_q = p.unaligned_k = p.unaligned_v = p.unaligned_out = c.odd_strides;
 
   DeviceMemory memory;
   const std::int64_t entries = packed ? 1 : c.batch;
@@ -245,7 +245,7 @@ bool run_case(const Kernel& kernel, const Case& c) {
   args.q_offset = memory.copy(c.q_offset);
   args.sinks = memory.copy(sinks);
   // Not a byte more than asked for, aligned to nothing, mostly full of NaN.
-  const WorkspaceSize size = sm90::forward_workspace_size(p);
+  const WorkspaceSize size = sm90_backend.workspace_size(p, Pass::kForward);
   args.workspace_bytes = c.least_workspace ? size.minimum : size.preferred;
   auto* const workspace = static_cast<std::uint8_t*>(memory.allocate(args.workspace_bytes + 1));
   if (!c.unwritten_workspace) {
@@ -257,9 +257,9 @@ bool run_case(const Kernel& kernel, const Case& c) {
   std::vector<std::uint16_t> first;
   for (int run = 0; run < 2 && wrong.empty(); ++run) {
     out.upload();
-    Status status = sm90::supports_forward(p);
+    Status status = sm90_backend.supports(p, Pass::kForward);
     if (status.ok()) {
-      status = sm90::launch_forward(p, args);
+      status = sm90_backend.forward(p, args);
     }
     if (!status.ok()) {
       wrong = status.message;

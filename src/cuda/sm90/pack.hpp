@@ -1,18 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inputs that the copy engine cannot address (odd strides, columns that are not adjacent) are
-// copied into the workspace before the kernels run, if there is room; without it the kernels load
-// them element by element.
+// Tensors that the kernels are slow with, because the copy engine cannot address them or because
+// their rows are no whole pieces of 16 bytes: with room in the workspace a call works on copies
+// whose rows are compact and whose head dims are padded with zeros to multiples of 8. Inputs are
+// copied before the kernels run, outputs after them, each side in one launch. Without that room the
+// kernels read and write such tensors element by element.
 #pragma once
 
 #include "core/problem.hpp"
 
 namespace flashgrad::sm90 {
 
-// What a call with the most workspace takes for copies, by what the problem says of the strides.
+// What the kernels are asked where a call works on copies: padded head dims, nothing unaligned.
+Problem packed_problem(const Problem& problem);
+
+// What a call with the most workspace takes for copies, by what the problem says of shapes and
+// strides. 0: nothing needs any.
 std::size_t pack_bytes(const Problem& problem, Pass pass);
 
-// Copies, if the workspace ends `pack_bytes` after `used_bytes` or later, what needs it of q, k, v
-// and, for a backward, dout, and makes *args name the copies and the rest of the workspace.
-Status pack_inputs(const Problem& problem, Pass pass, std::size_t used_bytes, Args* args);
+// Copies the inputs that need it into the last pack_bytes of the workspace, and makes *args name
+// all copies and the rest of the workspace.
+Status pack_inputs(const Problem& problem, Pass pass, Args* args);
+
+// Copies the outputs that need it to where the caller wants them. `packed` comes from pack_inputs.
+Status unpack_outputs(const Problem& problem, Pass pass, const Args& packed, const Args& args);
 
 }  // namespace flashgrad::sm90

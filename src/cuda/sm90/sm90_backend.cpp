@@ -3,6 +3,8 @@
 // them.
 #include "cuda/sm90/sm90_backend.hpp"
 
+#include <algorithm>
+
 #include "core/refusals.hpp"
 #include "cuda/common/device.hpp"
 #include "cuda/sm90/bwd_launch.hpp"
@@ -77,16 +79,32 @@ WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass) {
                                 : sm90::backward_workspace_size(p);
 }
 
-WorkspaceSize workspace_size(const Problem& p, Pass pass) {
-  const WorkspaceSize size = kernel_workspace_size(p, pass);
-  return {size.minimum, size.preferred + sm90::pack_bytes(p, pass)};
+// What a call on copies takes, or 0 where there is nothing to copy.
+std::size_t packed_bytes(const Problem& p, Pass pass) {
+  const std::size_t copies = sm90::pack_bytes(p, pass);
+  return copies == 0 ? 0 : copies + kernel_workspace_size(sm90::packed_problem(p), pass).preferred;
 }
 
-Status run(const Problem& p, Pass pass, Args args) {
+WorkspaceSize workspace_size(const Problem& p, Pass pass) {
+  const WorkspaceSize size = kernel_workspace_size(p, pass);
+  return {size.minimum, std::max(size.preferred, packed_bytes(p, pass))};
+}
+
+Status run_kernels(const Problem& p, Pass pass, const Args& args) {
+  return pass == Pass::kForward ? sm90::launch_forward(p, args) : sm90::launch_backward(p, args);
+}
+
+Status run(const Problem& p, Pass pass, const Args& args) {
   const cuda::DeviceGuard guard(p.device_id);
   FG_RETURN_IF_ERROR(guard.status());
-  FG_RETURN_IF_ERROR(sm90::pack_inputs(p, pass, kernel_workspace_size(p, pass).preferred, &args));
-  return pass == Pass::kForward ? sm90::launch_forward(p, args) : sm90::launch_backward(p, args);
+  const std::size_t bytes = packed_bytes(p, pass);
+  if (bytes == 0 || args.workspace_bytes < bytes) {
+    return run_kernels(p, pass, args);
+  }
+  Args packed = args;
+  FG_RETURN_IF_ERROR(sm90::pack_inputs(p, pass, &packed));
+  FG_RETURN_IF_ERROR(run_kernels(sm90::packed_problem(p), pass, packed));
+  return sm90::unpack_outputs(p, pass, packed, args);
 }
 
 Status forward(const Problem& p, const Args& args) { return run(p, Pass::kForward, args); }
