@@ -17,7 +17,7 @@ TEST(Sm90ShortCases, ReachEveryKernel) {
   std::set<int> main_kernels, finished_widths;
   std::set<int> served;                     // main kernels whose tiles prepare and finish units
   std::set<std::pair<int, bool>> dq_alone;  // padded width, softcap
-  std::set<std::pair<int, int>> wide;       // with room for dS and without it
+  std::set<std::pair<int, int>> wide;       // kernels, with room for dS and without it
   for (const Case& c : short_cases()) {
     Problem p = c.p;
     if (!c.lens_q.empty()) {
@@ -39,7 +39,8 @@ TEST(Sm90ShortCases, ReachEveryKernel) {
       dq_alone.insert({plan.padded_head_dim, p.softcap > 0});
     }
     if (plan.variant < 0 && p.wants_dk) {
-      wide.insert({static_cast<int>(p.head_dim), static_cast<int>(p.head_dim_v)});
+      const int width = std::max(p.head_dim, p.head_dim_v) > 192 ? 256 : 192;
+      wide.insert({width, width == 192 && p.head_dim_v <= 128 ? 128 : width});
     }
   }
   for (int i = 0; i < sm90::kNumVariants; ++i) {
