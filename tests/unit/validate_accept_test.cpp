@@ -62,6 +62,26 @@ TEST(Accepted, PackedBackward) {
   accepted(kBackward, c);
 }
 
+// In 16 bits head_dim 8 has aligned rows, head_dim_v 6 has none.
+TEST(Accepted, SaysWhatTheCopyEngineCannotAddress) {
+  C c(kFixed);
+  set_dtype(c, kBF16Type);
+  Call call;
+  ASSERT_TRUE(c.judge(kBackward, false, &call).ok());
+  const Problem& p = call.problem;
+  EXPECT_FALSE(p.unaligned_q || p.unaligned_k || p.unaligned_dq || p.unaligned_dk);
+  EXPECT_TRUE(p.unaligned_v && p.unaligned_out && p.unaligned_dout && p.unaligned_dv);
+
+  c.q.strides = {97, 32, 8, 1};    // a batch entry begins anywhere
+  c.k.strides = {80, 16, 0, 1};    // heads that are one
+  c.v.strides = {80, 16, 8, 1};    // room behind each vector
+  c.dout.strides = {0, 0, 0, 0};   // the gradient of a sum
+  c.dq.strides = {96, -32, 8, 1};  // rows in reverse order
+  ASSERT_TRUE(c.judge(kBackward, false, &call).ok());
+  EXPECT_TRUE(p.unaligned_q && p.unaligned_k && p.unaligned_dout && p.unaligned_dq);
+  EXPECT_FALSE(p.unaligned_v || p.unaligned_dk);
+}
+
 TEST(Accepted, OnlyWhatForwardNeeds) {
   C c(kFixed);
   for (TestTensor* t : {&c.lse, &c.sinks, &c.seqused_q, &c.seqused_kv, &c.q_offset, &c.dout,
