@@ -82,6 +82,7 @@ class Arena {
 
 // A DLTensor in an arena, compact unless strides are given.
 struct DeviceTensor {
+  static constexpr std::size_t kMaxOffset = 16;  // bytes behind the tensor
   std::vector<std::int64_t> shape;
   std::vector<std::int64_t> strides;
   DLTensor dl{};
@@ -102,7 +103,7 @@ struct DeviceTensor {
       bytes *= static_cast<std::size_t>(last + 1);
       dl.strides = strides.data();
     }
-    dl.data = arena.allocate(bytes);
+    dl.data = arena.allocate(bytes + kMaxOffset);
     dl.device = {kDLCUDA, 0};
     dl.ndim = static_cast<int>(shape.size());
     dl.dtype = dtype;
@@ -123,7 +124,7 @@ void fill_normal(const DeviceTensor& tensor, bool f16, std::uint64_t seed) {
   Arena arena;
   auto* device_pool = static_cast<std::byte*>(arena.allocate(pool.size() * 2));
   require(cudaMemcpy(device_pool, pool.data(), pool.size() * 2, cudaMemcpyHostToDevice));
-  auto* to = static_cast<std::byte*>(tensor.dl.data);
+  auto* to = static_cast<std::byte*>(tensor.dl.data) + tensor.dl.byte_offset;
   for (std::size_t done = 0; done < tensor.bytes;) {
     const std::size_t from = random() % pool.size() * 2;
     const std::size_t count = std::min(pool.size() * 2 - from, tensor.bytes - done);
@@ -154,6 +155,11 @@ class Call {
             strides(row.heads_kv, row.head_dim)),
         dv_(arena_, dtype(), shape(row.heads_kv, row.head_dim_v),
             strides(row.heads_kv, row.head_dim_v)) {
+    if (row.layout == Layout::kOffset) {
+      for (DeviceTensor* tensor : {&q_, &k_, &v_}) {
+        tensor->dl.byte_offset = 2;
+      }
+    }
     std::uint64_t seed = 0;
     for (const DeviceTensor* tensor : {&q_, &k_, &v_, &dout_}) {
       fill_normal(*tensor, row.f16, ++seed);

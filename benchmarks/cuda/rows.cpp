@@ -60,8 +60,8 @@ std::string Row::name() const {
   if (heads_q != heads_kv) {
     text += " GQA " + std::to_string(heads_q) + "/" + std::to_string(heads_kv);
   }
-  constexpr const char* kLayouts[] = {"", " heads first", " between others", " key head shared",
-                                      " dout shared"};
+  constexpr const char* kLayouts[] = {
+      "", " heads first", " between others", " key head shared", " offset", " dout shared"};
   return text + (deterministic ? " deterministic" : "") + kLayouts[static_cast<int>(layout)];
 }
 
@@ -140,8 +140,8 @@ std::vector<Row> odd_rows() {
       }
     }
   }
-  for (const Layout layout :
-       {Layout::kHeadsFirst, Layout::kBetweenOthers, Layout::kKeyHeadShared, Layout::kDoutShared}) {
+  for (const Layout layout : {Layout::kHeadsFirst, Layout::kBetweenOthers, Layout::kKeyHeadShared,
+                              Layout::kOffset, Layout::kDoutShared}) {
     for (const std::int64_t head_dim : {128, 127}) {
       Row row = plain(head_dim, 4096, true);
       row.heads_q = row.heads_kv = 16;

@@ -17,6 +17,7 @@ enum class Layout : std::uint8_t {
   kHeadsFirst,     // the same indices, but (batch, heads, seqlen, head_dim) compact
   kBetweenOthers,  // compact, with one element more behind each head
   kKeyHeadShared,  // compact, but all heads of k, and of v, are one
+  kOffset,         // compact, but q, k and v begin one element past a multiple of 16 bytes
   kDoutShared,     // compact, but dout is one element: the gradient of a sum
 };
 
