@@ -6,6 +6,7 @@
 #include "cuda/common/launch.hpp"
 #include "cuda/common/tensor_map.hpp"
 #include "cuda/sm90/pack.hpp"
+#include "cuda/sm90/pieces.cuh"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -16,7 +17,6 @@ constexpr int kThreads = 256;
 // the memory's speed.
 constexpr int kPiecesPerThread = 4;
 constexpr int kPiecesPerCta = kThreads * kPiecesPerThread;
-constexpr int kPieceElements = 8;
 
 // One tensor, (batch, rows, heads) of vectors of columns, all counted in elements of 16 bits; an
 // f32 column is two of them. The side in the workspace has aligned vectors.
@@ -44,11 +44,14 @@ struct Copies {
 };
 
 // Zeroes the elements of a piece from `count` on.
-__device__ __forceinline__ void clear_tail(std::uint32_t (&x)[4], int count) {
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    x[w] = 2 * w + 1 < count ? x[w] : 2 * w < count ? x[w] & 0xffffU : 0U;
-  }
+__device__ __forceinline__ void clear_tail(uint4& piece, int count) {
+  const auto clear = [count](std::uint32_t& pair, int first) {
+    pair = first + 1 < count ? pair : first < count ? pair & 0xffffU : 0U;
+  };
+  clear(piece.x, 0);
+  clear(piece.y, 2);
+  clear(piece.z, 4);
+  clear(piece.w, 6);
 }
 
 // The 16 bytes at `at`, a multiple of 16, those outside of the source 0.
@@ -80,8 +83,7 @@ __device__ __forceinline__ Piece load_piece(const Copy& copy, std::int64_t row, 
   Piece piece{};
   auto* const to = static_cast<std::uint16_t*>(copy.destination.data) +
                    copy.destination.offset(batch, row, head);
-  const auto before = static_cast<int>(reinterpret_cast<std::uintptr_t>(to) / 2 % kPieceElements);
-  piece.column = static_cast<int>(number) * kPieceElements - before;
+  piece.column = static_cast<int>(number) * kPieceElements - elements_before(to);
   if (piece.column >= copy.written) {
     return piece;
   }
@@ -107,45 +109,16 @@ __device__ __forceinline__ Piece load_piece(const Copy& copy, std::int64_t row, 
   return piece;
 }
 
-__device__ __forceinline__ void store_piece(const Copy& copy, const Piece& piece) {
+__device__ __forceinline__ void finish_piece(const Copy& copy, const Piece& piece) {
   if (piece.to == nullptr) {
     return;
   }
-  // First from the pair of elements on that holds the piece's first, then from that itself.
-  const bool skips_4 = (piece.shift & 4) != 0;
-  const bool skips_8 = (piece.shift & 8) != 0;
-  const std::uint32_t in[8] = {piece.low.x,  piece.low.y,  piece.low.z,  piece.low.w,
-                               piece.high.x, piece.high.y, piece.high.z, piece.high.w};
-  std::uint32_t whole[5];
-#pragma unroll
-  for (int w = 0; w < 5; ++w) {
-    whole[w] = skips_8 ? (skips_4 ? in[w + 3] : in[w + 2]) : (skips_4 ? in[w + 1] : in[w]);
-  }
-  std::uint32_t x[4];
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    x[w] = __funnelshift_r(whole[w], whole[w + 1], piece.shift % 4 * 8);
-  }
+  uint4 x = shift_pieces(piece.low, piece.high, piece.shift);
   const int left = copy.read - piece.column;
   if (left < kPieceElements) {
     clear_tail(x, left);
   }
-  if (piece.column >= 0 && piece.column + kPieceElements <= copy.written) {
-    *reinterpret_cast<uint4*>(piece.to) = make_uint4(x[0], x[1], x[2], x[3]);
-    return;
-  }
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const bool first = piece.column + 2 * w >= 0 && piece.column + 2 * w < copy.written;
-    const bool second = piece.column + 2 * w + 1 >= 0 && piece.column + 2 * w + 1 < copy.written;
-    if (first && second) {
-      reinterpret_cast<std::uint32_t*>(piece.to)[w] = x[w];
-    } else if (first) {
-      piece.to[2 * w] = static_cast<std::uint16_t>(x[w]);
-    } else if (second) {
-      piece.to[2 * w + 1] = static_cast<std::uint16_t>(x[w] >> 16);
-    }
-  }
+  store_piece(piece.to, x, piece.column, copy.written);
 }
 
 // A CTA copies some vectors of one tensor: reads and writes are of 16 bytes at multiples of 16, and
@@ -180,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   }
 #pragma unroll
   for (int i = 0; i < kPiecesPerThread; ++i) {
-    store_piece(copy, pieces[i]);
+    finish_piece(copy, pieces[i]);
   }
 }
 
