@@ -14,6 +14,7 @@
 #include "cuda/sm90/fwd_shared.cuh"
 #include "cuda/sm90/fwd_softmax.cuh"
 #include "cuda/sm90/fwd_tile.cuh"
+#include "cuda/sm90/pieces.cuh"
 
 namespace flashgrad::sm90 {
 
@@ -90,8 +91,53 @@ __device__ __forceinline__ void store_out(const std::uint32_t (&pairs)[kColumns 
   }
 }
 
-// Writes the 16 rows of a warp by the copy engine, from `staged`, a tile of (16, kColumns) that
-// belongs to the warp.
+// The 16 rows of a warp to `staged`, a tile of (16, kColumns) that belongs to the warp.
+template <int kColumns>
+__device__ __forceinline__ void stage_out(const std::uint32_t (&pairs)[kColumns / 4],
+                                          std::uint32_t staged, int lane) {
+  using Tile = tile::SwizzledTile<16>;
+#pragma unroll
+  for (int c = 0; c < kColumns / 16; ++c) {
+    ptx::store_matrix(
+        staged + static_cast<std::uint32_t>(Tile::offset(lane % 16, 16 * c + lane / 16 * 8)),
+        pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]);
+  }
+}
+
+// Writes the rows of a warp that exist, wherever they begin, through `staged`.
+template <int kColumns>
+__device__ __forceinline__ void store_staged(const std::uint32_t (&pairs)[kColumns / 4],
+                                             std::uint32_t staged, const FwdParams& p,
+                                             std::uint16_t* out, int num_rows) {
+  using Tile = tile::SwizzledTile<16>;
+  constexpr int kPieces = kColumns / kPieceElements + 1;  // that a row touches
+  const int lane = ptx::thread_index() % 32;
+  __syncwarp();  // with the lanes that still read the tile before
+  stage_out<kColumns>(pairs, staged, lane);
+  __syncwarp();
+#pragma unroll 1
+  for (int i = lane; i < 16 * kPieces; i += 32) {
+    const int r = i / kPieces;
+    std::uint16_t* const row_out = out + r * p.out.row_stride;
+    const int column = i % kPieces * kPieceElements - elements_before(row_out);
+    if (r < num_rows && column < p.head_dim_v) {
+      const auto load = [&](int first) {
+        return first >= 0 && first < kColumns
+                   ? ptx::load_shared_uint4(staged +
+                                            static_cast<std::uint32_t>(Tile::offset(r, first)))
+                   : make_uint4(0, 0, 0, 0);
+      };
+      const int skipped = column & (kPieceElements - 1);
+      const int first = column - skipped;
+      store_piece(row_out + column,
+                  shift_pieces(load(first), load(first + kPieceElements),
+                               2 * static_cast<unsigned>(skipped)),
+                  column, p.head_dim_v);
+    }
+  }
+}
+
+// Writes the 16 rows of a warp by the copy engine, from `staged`.
 template <int kColumns>
 __device__ __forceinline__ void copy_out(const std::uint32_t (&pairs)[kColumns / 4],
                                          std::uint32_t staged, const CUtensorMap& map, int row,
@@ -102,12 +148,7 @@ __device__ __forceinline__ void copy_out(const std::uint32_t (&pairs)[kColumns /
     ptx::bulk_wait_read<0>();  // for the copy of the tile before
   }
   __syncwarp();
-#pragma unroll
-  for (int c = 0; c < kColumns / 16; ++c) {
-    ptx::store_matrix(
-        staged + static_cast<std::uint32_t>(Tile::offset(lane % 16, 16 * c + lane / 16 * 8)),
-        pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]);
-  }
+  stage_out<kColumns>(pairs, staged, lane);
   ptx::fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
@@ -269,6 +310,13 @@ __device__ __forceinline__ void finish_rows(const FwdShared<kVariant>& shared, c
     if ((p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows && !recomputes) {
       copy_out<C.head_dim_v>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
                              tile.batch);
+      return;
+    }
+    if ((p.mapped & kFwdMapOut) == 0 && !recomputes) {
+      store_staged<C.head_dim_v>(
+          pairs, shared.out(warp), p,
+          static_cast<std::uint16_t*>(p.out.data) + tile.out_offset + 16 * warp * p.out.row_stride,
+          tile.num_rows - 16 * warp);
       return;
     }
   }

@@ -5,6 +5,7 @@
 
 #include "cuda/common/launch.hpp"
 #include "cuda/common/tensor_map.hpp"
+#include "cuda/sm90/fwd_launch.hpp"
 #include "cuda/sm90/pack.hpp"
 #include "cuda/sm90/pieces.cuh"
 
@@ -213,7 +214,8 @@ Candidates inputs(const Problem& p, Pass pass) {
 Candidates outputs(const Problem& p, Pass pass) {
   const bool backward = pass == Pass::kBackward;
   return {
-      candidate(&Args::out, !backward, p.unaligned_out, p.dtype, cuda::out_extents(p)),
+      candidate(&Args::out, !backward && !forward_writes_anywhere(p), p.unaligned_out, p.dtype,
+                cuda::out_extents(p)),
       candidate(&Args::dq, backward && p.wants_dq, p.unaligned_dq, p.dq_dtype, cuda::q_extents(p)),
       candidate(&Args::dk, backward && p.wants_dk, p.unaligned_dk, p.dk_dtype, cuda::k_extents(p)),
       candidate(&Args::dv, backward && p.wants_dv, p.unaligned_dv, p.dv_dtype, cuda::v_extents(p)),
@@ -272,10 +274,13 @@ Status launch_copies(const char* name, const Copies& copies, void* stream) {
 
 }  // namespace
 
-Problem packed_problem(const Problem& problem) {
+Problem packed_problem(const Problem& problem, Pass pass) {
   Problem p = problem;
   p.head_dim = padded(p.head_dim);
-  p.head_dim_v = padded(p.head_dim_v);
+  // An out that is written in place has its own width.
+  if (pass == Pass::kBackward || !forward_writes_anywhere(p)) {
+    p.head_dim_v = padded(p.head_dim_v);
+  }
   p.unaligned_q = p.unaligned_k = p.unaligned_v = p.unaligned_out = p.unaligned_dout = false;
   p.unaligned_dq = p.unaligned_dk = p.unaligned_dv = false;
   return p;

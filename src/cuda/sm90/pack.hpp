@@ -10,8 +10,8 @@
 
 namespace flashgrad::sm90 {
 
-// What the kernels are asked where a call works on copies: padded head dims, nothing unaligned.
-Problem packed_problem(const Problem& problem);
+// What the kernels are asked where a call works on copies: padded head dims, no unaligned inputs.
+Problem packed_problem(const Problem& problem, Pass pass);
 
 // What a call with the most workspace takes for copies, by what the problem says of shapes and
 // strides. 0: nothing needs any.

@@ -82,7 +82,9 @@ WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass) {
 // What a call on copies takes, or 0 where there is nothing to copy.
 std::size_t packed_bytes(const Problem& p, Pass pass) {
   const std::size_t copies = sm90::pack_bytes(p, pass);
-  return copies == 0 ? 0 : copies + kernel_workspace_size(sm90::packed_problem(p), pass).preferred;
+  return copies == 0
+             ? 0
+             : copies + kernel_workspace_size(sm90::packed_problem(p, pass), pass).preferred;
 }
 
 WorkspaceSize workspace_size(const Problem& p, Pass pass) {
@@ -103,7 +105,7 @@ Status run(const Problem& p, Pass pass, const Args& args) {
   }
   Args packed = args;
   FG_RETURN_IF_ERROR(sm90::pack_inputs(p, pass, &packed));
-  FG_RETURN_IF_ERROR(run_kernels(sm90::packed_problem(p), pass, packed));
+  FG_RETURN_IF_ERROR(run_kernels(sm90::packed_problem(p, pass), pass, packed));
   return sm90::unpack_outputs(p, pass, packed, args);
 }
 
