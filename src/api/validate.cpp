@@ -290,21 +290,14 @@ class Validator {
     } else {
       p_.dq_dtype = p_.dk_dtype = p_.dv_dtype = p_.dtype;
     }
-    const std::int64_t entries = p_.packed ? 1 : p_.batch;
-    const auto of_queries = [&](const Tensor& tensor) {
-      return is_unaligned(tensor, entries, p_.seqlen_q, p_.heads_q);
-    };
-    const auto of_keys = [&](const Tensor& tensor) {
-      return is_unaligned(tensor, entries, p_.seqlen_kv, p_.heads_kv);
-    };
-    p_.unaligned_q = of_queries(a_.q);
-    p_.unaligned_k = of_keys(a_.k);
-    p_.unaligned_v = of_keys(a_.v);
-    p_.unaligned_out = of_queries(a_.out);
-    p_.unaligned_dout = p_.has_dout && of_queries(a_.dout);
-    p_.unaligned_dq = p_.wants_dq && of_queries(a_.dq);
-    p_.unaligned_dk = p_.wants_dk && of_keys(a_.dk);
-    p_.unaligned_dv = p_.wants_dv && of_keys(a_.dv);
+    p_.unaligned_q = is_unaligned(a_.q);
+    p_.unaligned_k = is_unaligned(a_.k);
+    p_.unaligned_v = is_unaligned(a_.v);
+    p_.unaligned_out = is_unaligned(a_.out);
+    p_.unaligned_dout = p_.has_dout && is_unaligned(a_.dout);
+    p_.unaligned_dq = p_.wants_dq && is_unaligned(a_.dq);
+    p_.unaligned_dk = p_.wants_dk && is_unaligned(a_.dk);
+    p_.unaligned_dv = p_.wants_dv && is_unaligned(a_.dv);
     FG_RETURN_IF_ERROR(take_integers(t.cu_seqlens_q, "cu_seqlens_q", "(batch + 1)", p_.batch + 1,
                                      &a_.cu_seqlens_q, &p_.packed));
     FG_RETURN_IF_ERROR(take_integers(t.cu_seqlens_kv, "cu_seqlens_kv", "(batch + 1)", p_.batch + 1,
@@ -338,14 +331,13 @@ class Validator {
     return {};
   }
 
-  static bool is_unaligned(const Tensor& t, std::int64_t batch, std::int64_t rows,
-                           std::int64_t heads) {
+  static bool is_unaligned(const Tensor& t) {
     const std::int64_t elements = 16 / size_bytes(t.dtype);
-    const auto is_odd = [elements](std::int64_t extent, std::int64_t stride) {
-      return extent > 1 && (stride <= 0 || stride % elements != 0);
+    const auto starts_anywhere = [elements](std::int64_t stride) {
+      return stride < 0 || stride % elements != 0;
     };
-    return t.dim_stride != 1 || is_odd(batch, t.batch_stride) || is_odd(rows, t.row_stride) ||
-           is_odd(heads, t.head_stride);
+    return t.dim_stride != 1 || starts_anywhere(t.batch_stride) || starts_anywhere(t.row_stride) ||
+           starts_anywhere(t.head_stride);
   }
 
   Status take_lse(const DLTensor* t, Want want, Tensor* tensor) {

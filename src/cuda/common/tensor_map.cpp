@@ -64,7 +64,7 @@ bool can_map(const Tensor& tensor, const Extents& extents) {
   }
   const auto legal = [](std::int64_t extent, std::int64_t stride) {
     return extent >= 1 && extent < kMaxExtent &&
-           (extent == 1 || (stride > 0 && 2 * stride < kMaxStride && stride % 8 == 0));
+           (extent == 1 || (stride >= 0 && 2 * stride < kMaxStride && stride % 8 == 0));
   };
   return legal(extents.rows, tensor.row_stride) && legal(extents.heads, tensor.head_stride) &&
          legal(extents.batch, tensor.batch_stride);

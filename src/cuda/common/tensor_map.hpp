@@ -39,7 +39,7 @@ enum class MapKind {
 inline constexpr int kRaggedRows = 1 << 30;
 
 // Encodes a map of the tensor, and adds `bit` to *mapped, if the copy engine can address it: 16-bit
-// elements, contiguous columns, base and strides multiples of 16 bytes, strides positive and below
+// elements, contiguous columns, base and strides multiples of 16 bytes, strides from 0 to below
 // 2^40 bytes (a ragged tensor's rows, 2^34), extents within 32 bits.
 Status make_map(const Tensor& tensor, const Extents& extents, int box_rows, MapKind kind,
                 std::uint32_t bit, CUtensorMap* map, std::uint32_t* mapped);

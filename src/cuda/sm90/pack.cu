@@ -2,6 +2,7 @@
 // Implements pack.hpp.
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "cuda/common/launch.hpp"
 #include "cuda/common/tensor_map.hpp"
@@ -14,27 +15,40 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 constexpr int kThreads = 256;
-// Pieces of 16 bytes that a thread has under way at a time. A multiprocessor needs some 30 KB for
-// the memory's speed.
-constexpr int kPiecesPerThread = 4;
-constexpr int kPiecesPerCta = kThreads * kPiecesPerThread;
+// Pieces that a thread has under way at a time: a multiprocessor needs some 30 KB for the memory's
+// speed. And how often it does that at most, since its begin takes as long as a few pieces.
+constexpr int kPiecesAtATime = 4;
+constexpr std::int64_t kMaxRounds = 4;
 
-// One tensor, (batch, rows, heads) of vectors of columns, all counted in elements of 16 bits; an
-// f32 column is two of them. The side in the workspace has aligned vectors.
+// The way from a vector of a tensor to the one that is some numbers behind it, in elements: heads
+// are adjacent numbers, then rows, then batch entries.
+struct Step {
+  unsigned heads;  // to add to the head, and to the row if that passes the last head
+  unsigned rows;
+  std::int64_t offset;
+  std::int64_t after_heads;  // besides, if the head passes the last one
+  std::int64_t after_rows;   // and if the row does
+};
+
+// One tensor between the caller's memory and a compact copy, all counted in elements of 16 bits; an
+// f32 column is two of them.
 struct Copy {
-  Tensor source;
-  Tensor destination;
-  // The bytes of the source, outside of which nothing is read.
-  std::uintptr_t source_begin;
-  std::uintptr_t source_end;
-  std::int64_t rows;
-  std::int64_t num_vectors;
+  std::uint16_t* compact;  // vectors of `padded` elements, one behind the other
+  Tensor strided;
+  // The bytes of the caller's tensor, and whether pieces that it touches may lie partly outside:
+  // nothing is read there.
+  std::uintptr_t begin;
+  std::uintptr_t end;
+  bool is_cut;
   unsigned heads;
-  int read;     // elements of a vector in the source
-  int written;  // and in the destination: those beyond are 0
-  // 16-byte pieces of the destination that a vector touches at most, and vectors of a CTA.
-  unsigned pieces;
-  unsigned vectors_per_cta;
+  unsigned rows;
+  std::int64_t num_vectors;
+  int columns;
+  int padded;
+  unsigned pieces;           // that a vector touches at most where it is written
+  unsigned vectors_at_once;  // by a CTA
+  int rounds;
+  Step step;  // by vectors_at_once
   std::int64_t num_ctas;
 };
 
@@ -44,117 +58,159 @@ struct Copies {
   int count;
 };
 
-// Zeroes the elements of a piece from `count` on.
-__device__ __forceinline__ void clear_tail(uint4& piece, int count) {
-  const auto clear = [count](std::uint32_t& pair, int first) {
-    pair = first + 1 < count ? pair : first < count ? pair & 0xffffU : 0U;
-  };
-  clear(piece.x, 0);
-  clear(piece.y, 2);
-  clear(piece.z, 4);
-  clear(piece.w, 6);
-}
-
-// The 16 bytes at `at`, a multiple of 16, those outside of the source 0.
-__device__ __forceinline__ uint4 load_aligned(const Copy& copy, std::uintptr_t at) {
-  if (at >= copy.source_begin && at + 16 <= copy.source_end) {
+// The 16 bytes at `at`, a multiple of 16; those outside of the caller's tensor are 0.
+__device__ __forceinline__ uint4 load_piece(const Copy& copy, std::uintptr_t at) {
+  if (!copy.is_cut || (at >= copy.begin && at + 16 <= copy.end)) {
     return __ldg(reinterpret_cast<const uint4*>(at));
   }
-  std::uint32_t x[4] = {};
-#pragma unroll
-  for (int i = 0; i < kPieceElements; ++i) {
-    const std::uintptr_t element = at + 2 * static_cast<unsigned>(i);
-    if (element >= copy.source_begin && element < copy.source_end) {
-      x[i / 2] |= std::uint32_t{*reinterpret_cast<const std::uint16_t*>(element)} << (i % 2 * 16);
+  std::uint64_t first = 0;
+  std::uint64_t last = 0;
+#pragma unroll 1
+  for (std::uintptr_t element = at; element < at + 16; element += 2) {
+    first = first >> 16 | last << 48;
+    last >>= 16;
+    if (element >= copy.begin && element < copy.end) {
+      last |= std::uint64_t{*reinterpret_cast<const std::uint16_t*>(element)} << 48;
     }
   }
-  return make_uint4(x[0], x[1], x[2], x[3]);
+  return make_uint4(static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(first >> 32),
+                    static_cast<std::uint32_t>(last), static_cast<std::uint32_t>(last >> 32));
 }
 
-// A piece of a vector that a thread has under way.
+// Which bits of element pair `pair` of a piece belong to its first `count` elements.
+__device__ __forceinline__ std::uint32_t kept_bits(int pair, int count) {
+  return 2 * pair + 1 < count ? ~0U : 2 * pair < count ? 0xffffU : 0U;
+}
+
+// A piece that a thread has under way.
 struct Piece {
-  uint4 low, high;    // the aligned 16 bytes in which its elements begin, and the next
-  unsigned shift;     // bytes of `low` before its first element
-  int column;         // of its first element; negative where the vector begins later
-  std::uint16_t* to;  // null: there is no such piece
+  uint4 low, high;             // the aligned 16 bytes in which its elements begin, and the next
+  unsigned skipped;            // bytes of `low` before its first element
+  std::uint16_t* destination;  // of its vector
 };
 
-__device__ __forceinline__ Piece load_piece(const Copy& copy, std::int64_t row, std::int64_t batch,
-                                            unsigned head, unsigned number) {
-  Piece piece{};
-  auto* const to = static_cast<std::uint16_t*>(copy.destination.data) +
-                   copy.destination.offset(batch, row, head);
-  piece.column = static_cast<int>(number) * kPieceElements - elements_before(to);
-  if (piece.column >= copy.written) {
+// A vector of the caller's tensor, and its place in the copy.
+struct Place {
+  std::uint16_t* strided;
+  std::uint16_t* compact;
+  unsigned head;
+  unsigned row;
+
+  __device__ __forceinline__ void advance(const Copy& copy) {
+    const Step& step = copy.step;
+    compact += static_cast<std::int64_t>(copy.vectors_at_once) * copy.padded;
+    strided += step.offset;
+    head += step.heads;
+    row += step.rows;
+    if (head >= copy.heads) {
+      head -= copy.heads;
+      ++row;
+      strided += step.after_heads;
+    }
+    if (row >= copy.rows) {
+      row -= copy.rows;
+      strided += step.after_rows;
+    }
+  }
+};
+
+// Piece `number` of a vector of the caller's, to a copy, whose pieces are all whole.
+__device__ __forceinline__ Piece piece_to_pack(const Copy& copy, const Place& place, int number) {
+  Piece piece;
+  piece.destination = place.compact;
+  piece.skipped = 0;
+  if (copy.strided.dim_stride == 0) {
+    const std::uint32_t pair = std::uint32_t{*place.strided} * 0x10001U;
+    piece.low = piece.high = make_uint4(pair, pair, pair, pair);
     return piece;
   }
-  piece.to = to + piece.column;
-  const auto* const from =
-      static_cast<const std::uint16_t*>(copy.source.data) + copy.source.offset(batch, row, head);
-  if (copy.source.dim_stride == 0) {
-    const std::uint32_t pair = std::uint32_t{*from} * 0x10001U;
-    piece.low = make_uint4(pair, pair, pair, pair);
-    return piece;
-  }
-  const auto begin = reinterpret_cast<std::uintptr_t>(from);
-  const std::uintptr_t end = begin + 2 * static_cast<unsigned>(copy.read);
-  const std::uintptr_t at = begin + static_cast<std::uintptr_t>(std::int64_t{2} * piece.column);
-  const std::uintptr_t aligned = at / 16 * 16;
-  piece.shift = static_cast<unsigned>(at % 16);
-  if (aligned + 16 > begin && aligned < end) {
-    piece.low = load_aligned(copy, aligned);
-  }
-  if (piece.shift != 0 && aligned + 16 < end) {
-    piece.high = load_aligned(copy, aligned + 16);
+  const auto at = reinterpret_cast<std::uintptr_t>(place.strided + number * kPieceElements);
+  piece.skipped = static_cast<unsigned>(at % 16);
+  piece.low = load_piece(copy, at - piece.skipped);
+  piece.high = make_uint4(0, 0, 0, 0);
+  const int beyond = 2 * ((number + 1) * kPieceElements - copy.columns);  // bytes of padding
+  if (static_cast<int>(piece.skipped) > max(beyond, 0)) {
+    piece.high = load_piece(copy, at - piece.skipped + 16);
   }
   return piece;
 }
 
-__device__ __forceinline__ void finish_piece(const Copy& copy, const Piece& piece) {
-  if (piece.to == nullptr) {
-    return;
+// Piece `number` of a vector of a copy, counted where it is written.
+__device__ __forceinline__ Piece piece_to_unpack(const Copy& copy, const Place& place, int number) {
+  Piece piece;
+  piece.destination = place.strided;
+  const int before = elements_before(place.strided);
+  piece.skipped = static_cast<unsigned>(-2 * before) % 16;
+  const auto* const source = reinterpret_cast<const uint4*>(place.compact);
+  piece.low = piece.high = make_uint4(0, 0, 0, 0);
+  const int first = before == 0 ? number : number - 1;
+  if (first >= 0 && first * kPieceElements < copy.padded) {
+    piece.low = __ldg(source + first);
   }
-  uint4 x = shift_pieces(piece.low, piece.high, piece.shift);
-  const int left = copy.read - piece.column;
-  if (left < kPieceElements) {
-    clear_tail(x, left);
+  if (before != 0 && number * kPieceElements < copy.padded) {
+    piece.high = __ldg(source + number);
   }
-  store_piece(piece.to, x, piece.column, copy.written);
+  return piece;
 }
 
-// A CTA copies some vectors of one tensor: reads and writes are of 16 bytes at multiples of 16, and
-// what lies between is shifted.
+// A thread copies the same piece of several vectors; what is loaded and stored are whole pieces of
+// 16 bytes, but for the ends of a vector, and between the two they are shifted.
+template <bool kPacks>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Copies p) {
   std::int64_t cta = blockIdx.x;
-  int number = 0;
-  while (number + 1 < p.count && cta >= p.copies[number].num_ctas) {
-    cta -= p.copies[number].num_ctas;
-    ++number;
+  int index = 0;
+  while (index + 1 < p.count && cta >= p.copies[index].num_ctas) {
+    cta -= p.copies[index].num_ctas;
+    ++index;
   }
-  const Copy& copy = p.copies[number];
-  const std::int64_t first = cta * copy.vectors_per_cta;
-  const auto first_head = static_cast<unsigned>(first % copy.heads);
-  const auto first_row = static_cast<unsigned>(first / copy.heads % copy.rows);
-  const std::int64_t first_batch = first / copy.heads / copy.rows;
-  const auto rows = static_cast<unsigned>(copy.rows);
-  const auto vectors = static_cast<unsigned>(
-      min(static_cast<std::int64_t>(copy.vectors_per_cta), copy.num_vectors - first));
-  Piece pieces[kPiecesPerThread];
+  const Copy& copy = p.copies[index];
+  const unsigned thread_vector = threadIdx.x / copy.pieces;
+  const auto number = static_cast<int>(threadIdx.x % copy.pieces);
+  if (thread_vector >= copy.vectors_at_once) {
+    return;
+  }
+  const std::int64_t per_cta = std::int64_t{copy.vectors_at_once} * (kPiecesAtATime * copy.rounds);
+  const std::int64_t vector = cta * per_cta + thread_vector;
+  auto left = static_cast<int>(min(copy.num_vectors - cta * per_cta, per_cta)) -
+              static_cast<int>(thread_vector);
+  const auto step = static_cast<int>(copy.vectors_at_once);
+  const std::int64_t line = vector / copy.heads;
+  Place place;
+  place.head = static_cast<unsigned>(vector % copy.heads);
+  place.row = static_cast<unsigned>(line % copy.rows);
+  place.strided = static_cast<std::uint16_t*>(copy.strided.data) +
+                  copy.strided.offset(line / copy.rows, place.row, place.head);
+  place.compact = copy.compact + vector * copy.padded;
+  const int kept = copy.columns - number * kPieceElements;
+  const uint4 mask =
+      make_uint4(kept_bits(0, kept), kept_bits(1, kept), kept_bits(2, kept), kept_bits(3, kept));
+#pragma unroll 1
+  for (; left > 0; left -= kPiecesAtATime * step) {
+    Piece pieces[kPiecesAtATime];
 #pragma unroll
-  for (int i = 0; i < kPiecesPerThread; ++i) {
-    const unsigned index = threadIdx.x + static_cast<unsigned>(i * kThreads);
-    const unsigned vector = index / copy.pieces;
-    pieces[i].to = nullptr;
-    if (vector < vectors) {
-      const unsigned head = first_head + vector;
-      const unsigned row = first_row + head / copy.heads;
-      pieces[i] = load_piece(copy, row % rows, first_batch + row / rows, head % copy.heads,
-                             index % copy.pieces);
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      if (left > i * step) {
+        pieces[i] =
+            kPacks ? piece_to_pack(copy, place, number) : piece_to_unpack(copy, place, number);
+      }
+      place.advance(copy);
     }
-  }
 #pragma unroll
-  for (int i = 0; i < kPiecesPerThread; ++i) {
-    finish_piece(copy, pieces[i]);
+    for (int i = 0; i < kPiecesAtATime; ++i) {
+      if (left > i * step) {
+        const Piece& piece = pieces[i];
+        uint4 x = shift_pieces(piece.low, piece.high, piece.skipped);
+        if constexpr (kPacks) {
+          x = make_uint4(x.x & mask.x, x.y & mask.y, x.z & mask.z, x.w & mask.w);
+          reinterpret_cast<uint4*>(piece.destination)[number] = x;
+        } else {
+          const int column = number * kPieceElements - elements_before(piece.destination);
+          if (column < copy.columns) {
+            store_piece(piece.destination + column, x, column, copy.columns);
+          }
+        }
+      }
+    }
   }
 }
 
@@ -222,54 +278,65 @@ Candidates outputs(const Problem& p, Pass pass) {
       Candidate{}};
 }
 
-// The same tensor in elements of 16 bits.
-Tensor halved(const Tensor& tensor) {
-  Tensor result = tensor;
-  if (tensor.dtype == DType::kF32) {
-    for (std::int64_t* stride : {&result.batch_stride, &result.row_stride, &result.head_stride}) {
-      *stride *= 2;
-    }
-  }
-  return result;
-}
-
-// `padded_out`: the destination is the copy in the workspace.
-Copy make_copy(const Candidate& candidate, const Tensor& source, const Tensor& destination,
-               bool padded_out) {
+// Between `tensor` and `compact`, whichever way.
+Copy make_copy(const Candidate& candidate, const Tensor& tensor, const Tensor& compact,
+               bool packs) {
   const cuda::Extents& e = candidate.extents;
-  const auto halves = static_cast<int>(size_bytes(candidate.dtype) / 2);
+  const std::int64_t halves = size_bytes(candidate.dtype) / 2;
   Copy copy{};
-  copy.source = halved(source);
-  copy.destination = halved(destination);
-  copy.rows = e.rows;
-  copy.num_vectors = candidate.num_vectors();
+  copy.compact = static_cast<std::uint16_t*>(compact.data);
+  copy.strided = tensor;
+  for (std::int64_t* stride :
+       {&copy.strided.batch_stride, &copy.strided.row_stride, &copy.strided.head_stride}) {
+    *stride *= halves;
+  }
+  const Tensor& t = copy.strided;
+  copy.columns = static_cast<int>(e.columns * halves);
+  copy.padded = static_cast<int>(padded(e.columns) * halves);
   copy.heads = static_cast<unsigned>(e.heads);
-  copy.read = static_cast<int>(e.columns) * halves;
-  copy.written = padded_out ? static_cast<int>(padded(e.columns)) * halves : copy.read;
-  // A vector that begins anywhere touches one piece more.
-  const int longest = padded_out ? copy.written : copy.written + kPieceElements - 1;
-  copy.pieces = static_cast<unsigned>((longest + kPieceElements - 1) / kPieceElements);
-  copy.vectors_per_cta = kPiecesPerCta / copy.pieces;
-  copy.num_ctas = (copy.num_vectors + copy.vectors_per_cta - 1) / copy.vectors_per_cta;
-  copy.source_begin = reinterpret_cast<std::uintptr_t>(source.data);
-  copy.source_end = copy.source_begin + 2 * static_cast<unsigned>(copy.read);
-  const auto reach = [&copy](std::int64_t extent, std::int64_t stride) {
+  copy.rows = static_cast<unsigned>(e.rows);
+  copy.num_vectors = candidate.num_vectors();
+  if (copy.num_vectors == 0) {
+    return copy;
+  }
+  copy.begin = reinterpret_cast<std::uintptr_t>(t.data);
+  copy.end = copy.begin + static_cast<std::uintptr_t>(t.dim_stride == 0 ? 2 : 2 * copy.columns);
+  for (const auto& [extent, stride] :
+       {std::pair{e.batch, t.batch_stride}, {e.rows, t.row_stride}, {e.heads, t.head_stride}}) {
     const std::int64_t bytes = 2 * (extent - 1) * stride;
-    (bytes < 0 ? copy.source_begin : copy.source_end) += static_cast<std::uintptr_t>(bytes);
-  };
-  reach(e.batch, copy.source.batch_stride);
-  reach(e.rows, copy.source.row_stride);
-  reach(e.heads, copy.source.head_stride);
+    (bytes < 0 ? copy.begin : copy.end) += static_cast<std::uintptr_t>(bytes);
+  }
+  copy.is_cut = copy.begin % 16 != 0 || copy.end % 16 != 0;
+  // A vector that begins anywhere touches one piece more.
+  const int longest = packs ? copy.padded : copy.columns + kPieceElements - 1;
+  copy.pieces = static_cast<unsigned>((longest + kPieceElements - 1) / kPieceElements);
+  copy.vectors_at_once = kThreads / copy.pieces;
+  const std::int64_t at_once = copy.vectors_at_once;
+  const std::int64_t heads = at_once % e.heads;
+  const std::int64_t rows = at_once / e.heads % e.rows;
+  const std::int64_t entries = at_once / e.heads / e.rows;
+  copy.step = {.heads = static_cast<unsigned>(heads),
+               .rows = static_cast<unsigned>(rows),
+               .offset = t.offset(entries, rows, heads),
+               .after_heads = t.row_stride - e.heads * t.head_stride,
+               .after_rows = t.batch_stride - e.rows * t.row_stride};
+  // Enough CTAs for any device, if there are so many vectors.
+  constexpr std::int64_t kManyCtas = 1024;
+  const std::int64_t at_a_time = at_once * kPiecesAtATime;
+  copy.rounds = static_cast<int>(
+      std::clamp<std::int64_t>(copy.num_vectors / (at_a_time * kManyCtas), 1, kMaxRounds));
+  copy.num_ctas = (copy.num_vectors + at_a_time * copy.rounds - 1) / (at_a_time * copy.rounds);
   return copy;
 }
 
-Status launch_copies(const char* name, const Copies& copies, void* stream) {
+template <bool kPacks>
+Status launch_copies(const Copies& copies, void* stream) {
   std::int64_t num_ctas = 0;
   for (int i = 0; i < copies.count; ++i) {
     num_ctas += copies.copies[i].num_ctas;
   }
-  return cuda::launch(name, copy_kernel, {.num_ctas = num_ctas, .num_threads = kThreads}, stream,
-                      copies);
+  return cuda::launch(kPacks ? "sm90 pack" : "sm90 unpack", copy_kernel<kPacks>,
+                      {.num_ctas = num_ctas, .num_threads = kThreads}, stream, copies);
 }
 
 }  // namespace
@@ -316,7 +383,7 @@ Status pack_inputs(const Problem& problem, Pass pass, Args* args) {
       room += output.bytes();
     }
   }
-  return launch_copies("sm90 pack", copies, args->stream);
+  return launch_copies<true>(copies, args->stream);
 }
 
 Status unpack_outputs(const Problem& problem, Pass pass, const Args& packed, const Args& args) {
@@ -324,10 +391,10 @@ Status unpack_outputs(const Problem& problem, Pass pass, const Args& packed, con
   for (const Candidate& output : outputs(problem, pass)) {
     if (output.needs_copy) {
       copies.copies[copies.count++] =
-          make_copy(output, packed.*output.tensor, args.*output.tensor, false);
+          make_copy(output, args.*output.tensor, packed.*output.tensor, false);
     }
   }
-  return launch_copies("sm90 unpack", copies, args.stream);
+  return launch_copies<false>(copies, args.stream);
 }
 
 }  // namespace flashgrad::sm90

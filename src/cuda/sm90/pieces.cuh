@@ -19,12 +19,15 @@ __device__ __forceinline__ int elements_before(const std::uint16_t* begin) {
 __device__ __forceinline__ uint4 shift_pieces(const uint4& low, const uint4& high,
                                               unsigned skipped) {
   const std::uint32_t in[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  const bool skips_4 = (skipped & 4) != 0;
-  const bool skips_8 = (skipped & 8) != 0;
-  std::uint32_t pairs[5];
+  std::uint32_t halves[6];  // from the 8 bytes on in which it begins
+#pragma unroll
+  for (int w = 0; w < 6; ++w) {
+    halves[w] = (skipped & 8) != 0 ? in[w + 2] : in[w];
+  }
+  std::uint32_t pairs[5];  // from the 4 bytes on
 #pragma unroll
   for (int w = 0; w < 5; ++w) {
-    pairs[w] = skips_8 ? (skips_4 ? in[w + 3] : in[w + 2]) : (skips_4 ? in[w + 1] : in[w]);
+    pairs[w] = (skipped & 4) != 0 ? halves[w + 1] : halves[w];
   }
   const unsigned bits = skipped % 4 * 8;
   return make_uint4(
@@ -32,27 +35,45 @@ __device__ __forceinline__ uint4 shift_pieces(const uint4& low, const uint4& hig
       __funnelshift_r(pairs[2], pairs[3], bits), __funnelshift_r(pairs[3], pairs[4], bits));
 }
 
+__device__ __forceinline__ std::uint16_t element(const uint4& piece, int i) {
+  const std::uint32_t left = (i & 2) != 0 ? piece.y : piece.x;
+  const std::uint32_t right = (i & 2) != 0 ? piece.w : piece.z;
+  const std::uint32_t pair = (i & 4) != 0 ? right : left;
+  return static_cast<std::uint16_t>((i & 1) != 0 ? pair >> 16 : pair);
+}
+
 // Writes columns `column` (maybe negative) to `column` + 7 of a row of `columns`, those that there
-// are, to the piece at `to`.
+// are, to the piece at `to`, in as few stores as there can be.
 __device__ __forceinline__ void store_piece(std::uint16_t* to, const uint4& piece, int column,
                                             int columns) {
-  if (column >= 0 && column + kPieceElements <= columns) {
+  const int begin = column < 0 ? -column : 0;
+  const int end = columns - column < kPieceElements ? columns - column : kPieceElements;
+  if (end - begin == kPieceElements) {
     *reinterpret_cast<uint4*>(to) = piece;
     return;
   }
-  const std::uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const int c = column + 2 * w;
-    const bool first = c >= 0 && c < columns;
-    const bool second = c + 1 >= 0 && c + 1 < columns;
-    if (first && second) {
-      reinterpret_cast<std::uint32_t*>(to)[w] = pairs[w];
-    } else if (first) {
-      to[2 * w] = static_cast<std::uint16_t>(pairs[w]);
-    } else if (second) {
-      to[2 * w + 1] = static_cast<std::uint16_t>(pairs[w] >> 16);
+  if (begin > 0 && end < kPieceElements) {
+    for (int i = begin; i < end; ++i) {
+      to[i] = element(piece, i);
     }
+    return;
+  }
+  // A row's first piece is written from its end, the last one from its begin.
+  const bool is_last = begin == 0;
+  const int count = end - begin;
+  if ((count & 4) != 0) {
+    *reinterpret_cast<uint2*>(to + (is_last ? 0 : 4)) =
+        is_last ? make_uint2(piece.x, piece.y) : make_uint2(piece.z, piece.w);
+  }
+  if ((count & 2) != 0) {
+    const int at = is_last ? count & 4 : begin + (begin & 1);
+    const std::uint32_t left = is_last ? piece.x : piece.y;
+    const std::uint32_t right = is_last ? piece.z : piece.w;
+    *reinterpret_cast<std::uint32_t*>(to + at) = (at & 4) != 0 ? right : left;
+  }
+  if ((count & 1) != 0) {
+    const int at = is_last ? count - 1 : begin;
+    to[at] = element(piece, at);
   }
 }
 
