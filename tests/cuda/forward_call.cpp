@@ -64,11 +64,12 @@ void fill(HostTensor& t, const Generate& generate) {
 
 // `read`: of each row of each entry.
 void poison_unread(HostTensor& t, const std::vector<char>& read) {
+  const std::uint16_t bad[] = {narrow(kInf, t.on_device.dtype), narrow(kNan, t.on_device.dtype)};
   for (std::int64_t i = 0; i < t.entries * t.rows; ++i) {
     for (std::int64_t h = 0; h < t.heads && read[static_cast<std::size_t>(i)] == 0; ++h) {
       std::uint16_t* const row = &t.bits[t.at(i / t.rows, i % t.rows, h)];
       for (std::int64_t e = 0; e < t.columns; ++e) {
-        row[e] = narrow(e % 2 == 0 ? kInf : kNan, t.on_device.dtype);
+        row[e] = bad[e % 2];
       }
     }
   }
