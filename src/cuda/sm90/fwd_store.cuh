@@ -109,7 +109,6 @@ template <int kColumns>
 __device__ __forceinline__ void store_staged(const std::uint32_t (&pairs)[kColumns / 4],
                                              std::uint32_t staged, const FwdParams& p,
                                              std::uint16_t* out, int num_rows) {
-  using Tile = tile::SwizzledTile<16>;
   constexpr int kPieces = kColumns / kPieceElements + 1;  // that a row touches
   const int lane = ptx::thread_index() % 32;
   __syncwarp();  // with the lanes that still read the tile before
@@ -118,21 +117,9 @@ __device__ __forceinline__ void store_staged(const std::uint32_t (&pairs)[kColum
 #pragma unroll 1
   for (int i = lane; i < 16 * kPieces; i += 32) {
     const int r = i / kPieces;
-    std::uint16_t* const row_out = out + r * p.out.row_stride;
-    const int column = i % kPieces * kPieceElements - elements_before(row_out);
-    if (r < num_rows && column < p.head_dim_v) {
-      const auto load = [&](int first) {
-        return first >= 0 && first < kColumns
-                   ? ptx::load_shared_uint4(staged +
-                                            static_cast<std::uint32_t>(Tile::offset(r, first)))
-                   : make_uint4(0, 0, 0, 0);
-      };
-      const int skipped = column & (kPieceElements - 1);
-      const int first = column - skipped;
-      store_piece(row_out + column,
-                  shift_pieces(load(first), load(first + kPieceElements),
-                               2 * static_cast<unsigned>(skipped)),
-                  column, p.head_dim_v);
+    if (r < num_rows) {
+      store_tile_piece<16, kColumns>(out + r * p.out.row_stride, staged, r, i % kPieces,
+                                     p.head_dim_v);
     }
   }
 }

@@ -6,6 +6,7 @@
 
 #include "cuda/common/launch.hpp"
 #include "cuda/common/tensor_map.hpp"
+#include "cuda/sm90/bwd_launch.hpp"
 #include "cuda/sm90/fwd_launch.hpp"
 #include "cuda/sm90/pack.hpp"
 #include "cuda/sm90/pieces.cuh"
@@ -30,8 +31,7 @@ struct Step {
   std::int64_t after_rows;   // and if the row does
 };
 
-// One tensor between the caller's memory and a compact copy, all counted in elements of 16 bits; an
-// f32 column is two of them.
+// One tensor of 16-bit elements between the caller's memory and a compact copy.
 struct Copy {
   std::uint16_t* compact;  // vectors of `padded` elements, one behind the other
   Tensor strided;
@@ -230,8 +230,7 @@ struct Candidate {
   }
   // The copy's bytes, rounded up.
   [[nodiscard]] std::size_t bytes() const {
-    const auto exact = static_cast<std::size_t>(num_vectors() * padded(extents.columns) *
-                                                std::int64_t{size_bytes(dtype)});
+    const auto exact = static_cast<std::size_t>(num_vectors() * padded(extents.columns) * 2);
     return (exact + kAlignment - 1) / kAlignment * kAlignment;
   }
   // A copy of the tensor at `data`.
@@ -246,53 +245,47 @@ struct Candidate {
   }
 };
 
-// `unaligned`: by its strides. Gradients in f32 are written element by element, so only their width
-// counts.
+// `unaligned`: by its strides. Gradients in f32 are written element by element anyway.
 Candidate candidate(Tensor Args::*tensor, bool given, bool unaligned, DType dtype,
                     const cuda::Extents& extents) {
-  const bool needs_copy =
-      extents.columns % kPieceElements != 0 || (unaligned && dtype != DType::kF32);
-  return {tensor, given && needs_copy, dtype, extents};
+  const bool needs_copy = unaligned || extents.columns % kPieceElements != 0;
+  return {tensor, given && needs_copy && dtype != DType::kF32, dtype, extents};
 }
 
-using Candidates = std::array<Candidate, 5>;
-
-Candidates inputs(const Problem& p, Pass pass) {
-  const bool backward = pass == Pass::kBackward;
+std::array<Candidate, kMaxCopies> inputs(const Problem& p, Pass pass) {
+  const bool gives_dout = pass == Pass::kBackward && p.has_dout;
   const cuda::Extents out = cuda::out_extents(p);
   return {candidate(&Args::q, true, p.unaligned_q, p.dtype, cuda::q_extents(p)),
           candidate(&Args::k, true, p.unaligned_k, p.dtype, cuda::k_extents(p)),
           candidate(&Args::v, true, p.unaligned_v, p.dtype, cuda::v_extents(p)),
-          candidate(&Args::out, backward && p.has_dout, p.unaligned_out, p.dtype, out),
-          candidate(&Args::dout, backward && p.has_dout, p.unaligned_dout, p.dtype, out)};
+          candidate(&Args::out, gives_dout, p.unaligned_out, p.dtype, out),
+          candidate(&Args::dout, gives_dout, p.unaligned_dout, p.dtype, out)};
 }
 
-Candidates outputs(const Problem& p, Pass pass) {
+std::array<Candidate, 4> outputs(const Problem& p, Pass pass) {
   const bool backward = pass == Pass::kBackward;
-  return {
-      candidate(&Args::out, !backward && !forward_writes_anywhere(p), p.unaligned_out, p.dtype,
-                cuda::out_extents(p)),
-      candidate(&Args::dq, backward && p.wants_dq, p.unaligned_dq, p.dq_dtype, cuda::q_extents(p)),
-      candidate(&Args::dk, backward && p.wants_dk, p.unaligned_dk, p.dk_dtype, cuda::k_extents(p)),
-      candidate(&Args::dv, backward && p.wants_dv, p.unaligned_dv, p.dv_dtype, cuda::v_extents(p)),
-      Candidate{}};
+  const WritesAnywhere anywhere = backward ? backward_writes_anywhere(p) : WritesAnywhere{};
+  const bool copies_out = !backward && !forward_writes_anywhere(p);
+  const bool copies_dq = backward && p.wants_dq && !anywhere.dq;
+  const bool copies_dk_dv = backward && !anywhere.dk_dv;
+  return {candidate(&Args::out, copies_out, p.unaligned_out, p.dtype, cuda::out_extents(p)),
+          candidate(&Args::dq, copies_dq, p.unaligned_dq, p.dq_dtype, cuda::q_extents(p)),
+          candidate(&Args::dk, copies_dk_dv && p.wants_dk, p.unaligned_dk, p.dk_dtype,
+                    cuda::k_extents(p)),
+          candidate(&Args::dv, copies_dk_dv && p.wants_dv, p.unaligned_dv, p.dv_dtype,
+                    cuda::v_extents(p))};
 }
 
 // Between `tensor` and `compact`, whichever way.
 Copy make_copy(const Candidate& candidate, const Tensor& tensor, const Tensor& compact,
                bool packs) {
   const cuda::Extents& e = candidate.extents;
-  const std::int64_t halves = size_bytes(candidate.dtype) / 2;
+  const Tensor& t = tensor;
   Copy copy{};
   copy.compact = static_cast<std::uint16_t*>(compact.data);
   copy.strided = tensor;
-  for (std::int64_t* stride :
-       {&copy.strided.batch_stride, &copy.strided.row_stride, &copy.strided.head_stride}) {
-    *stride *= halves;
-  }
-  const Tensor& t = copy.strided;
-  copy.columns = static_cast<int>(e.columns * halves);
-  copy.padded = static_cast<int>(padded(e.columns) * halves);
+  copy.columns = static_cast<int>(e.columns);
+  copy.padded = static_cast<int>(padded(e.columns));
   copy.heads = static_cast<unsigned>(e.heads);
   copy.rows = static_cast<unsigned>(e.rows);
   copy.num_vectors = candidate.num_vectors();
@@ -344,7 +337,7 @@ Status launch_copies(const Copies& copies, void* stream) {
 Problem packed_problem(const Problem& problem, Pass pass) {
   Problem p = problem;
   p.head_dim = padded(p.head_dim);
-  // An out that is written in place has its own width.
+  // The forward writes as many columns as the problem has.
   if (pass == Pass::kBackward || !forward_writes_anywhere(p)) {
     p.head_dim_v = padded(p.head_dim_v);
   }
@@ -353,12 +346,20 @@ Problem packed_problem(const Problem& problem, Pass pass) {
   return p;
 }
 
+GradientColumns packed_columns(const Problem& p) {
+  const auto [out, dq, dk, dv] = outputs(p, Pass::kBackward);
+  return {.dq = dq.needs_copy ? padded(p.head_dim) : p.head_dim,
+          .dk = dk.needs_copy ? padded(p.head_dim) : p.head_dim,
+          .dv = dv.needs_copy ? padded(p.head_dim_v) : p.head_dim_v};
+}
+
 std::size_t pack_bytes(const Problem& problem, Pass pass) {
   std::size_t bytes = 0;
-  for (const Candidates& side : {inputs(problem, pass), outputs(problem, pass)}) {
-    for (const Candidate& tensor : side) {
-      bytes += tensor.needs_copy ? tensor.bytes() : 0;
-    }
+  for (const Candidate& input : inputs(problem, pass)) {
+    bytes += input.needs_copy ? input.bytes() : 0;
+  }
+  for (const Candidate& output : outputs(problem, pass)) {
+    bytes += output.needs_copy ? output.bytes() : 0;
   }
   return bytes > 0 ? bytes + kAlignment : 0;
 }

@@ -92,8 +92,10 @@ WorkspaceSize workspace_size(const Problem& p, Pass pass) {
   return {size.minimum, std::max(size.preferred, packed_bytes(p, pass))};
 }
 
-Status run_kernels(const Problem& p, Pass pass, const Args& args) {
-  return pass == Pass::kForward ? sm90::launch_forward(p, args) : sm90::launch_backward(p, args);
+Status run_kernels(const Problem& p, Pass pass, const Args& args,
+                   const sm90::GradientColumns& columns) {
+  return pass == Pass::kForward ? sm90::launch_forward(p, args)
+                                : sm90::launch_backward(p, args, columns);
 }
 
 Status run(const Problem& p, Pass pass, const Args& args) {
@@ -101,11 +103,12 @@ Status run(const Problem& p, Pass pass, const Args& args) {
   FG_RETURN_IF_ERROR(guard.status());
   const std::size_t bytes = packed_bytes(p, pass);
   if (bytes == 0 || args.workspace_bytes < bytes) {
-    return run_kernels(p, pass, args);
+    return run_kernels(p, pass, args, {p.head_dim, p.head_dim, p.head_dim_v});
   }
   Args packed = args;
   FG_RETURN_IF_ERROR(sm90::pack_inputs(p, pass, &packed));
-  FG_RETURN_IF_ERROR(run_kernels(sm90::packed_problem(p, pass), pass, packed));
+  FG_RETURN_IF_ERROR(
+      run_kernels(sm90::packed_problem(p, pass), pass, packed, sm90::packed_columns(p)));
   return sm90::unpack_outputs(p, pass, packed, args);
 }
 
