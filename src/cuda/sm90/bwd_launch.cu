@@ -208,7 +208,7 @@ template <class T>
 Status run(const Problem& p, const Args& args, const GradientColumns& columns) {
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
-  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
+  const BwdPlan plan = make_plan(p, columns.dq, device.num_multiprocessors);
   const Layout layout = make_layout(p, plan);
   const auto start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
@@ -327,10 +327,10 @@ Status run(const Problem& p, const Args& args, const GradientColumns& columns) {
 
 }  // namespace
 
-WorkspaceSize backward_workspace_size(const Problem& p) {
+WorkspaceSize backward_workspace_size(const Problem& p, const GradientColumns& columns) {
   cuda::DeviceProperties device;
   const bool known = cuda::device_properties(p.device_id, &device).ok();
-  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
+  const BwdPlan plan = make_plan(p, columns.dq, device.num_multiprocessors);
   const std::size_t bytes = make_layout(p, plan).bytes;
   if (plan.variant >= 0 || !known) {
     return {bytes, bytes};
@@ -339,11 +339,15 @@ WorkspaceSize backward_workspace_size(const Problem& p) {
           bytes + static_cast<std::size_t>(preferred_wide_room(p, device.num_multiprocessors))};
 }
 
-WritesAnywhere backward_writes_anywhere(const Problem& p) {
+GradientStores gradient_stores(const Problem& p) {
   const int variant = find_variant(p, p.deterministic);
-  const bool is_wide = variant < 0;
-  return {.dq = is_wide || (!p.deterministic && !(p.wants_dk || p.wants_dv)),
-          .dk_dv = is_wide || !kBwdConfigs[variant].skips_hidden()};
+  if (variant < 0) {
+    return {.dq_anywhere = true, .dk_dv_anywhere = true, .dq_columns = p.head_dim};
+  }
+  const BwdConfig& config = kBwdConfigs[variant];
+  return {.dq_anywhere = !config.ordered && !(p.wants_dk || p.wants_dv),
+          .dk_dv_anywhere = !config.skips_hidden(),
+          .dq_columns = config.head_dim};
 }
 
 Status launch_backward(const Problem& p, const Args& args, const GradientColumns& columns) {

@@ -7,15 +7,15 @@
 
 namespace flashgrad::sm90 {
 
-WorkspaceSize backward_workspace_size(const Problem& problem);
+WorkspaceSize backward_workspace_size(const Problem& problem, const GradientColumns& columns);
 Status launch_backward(const Problem& problem, const Args& args, const GradientColumns& columns);
 
-// Whether the kernels write rows of 16-bit gradients that begin anywhere, of any width, as fast as
-// others: dq, and dk and dv.
-struct WritesAnywhere {
-  bool dq;
-  bool dk_dv;
+// How the kernels write 16-bit gradients: dq, and dk and dv.
+struct GradientStores {
+  bool dq_anywhere;  // rows that begin anywhere, of any width, as fast as others
+  bool dk_dv_anywhere;
+  std::int64_t dq_columns;  // with as many dq is written fastest
 };
-WritesAnywhere backward_writes_anywhere(const Problem& problem);
+GradientStores gradient_stores(const Problem& problem);
 
 }  // namespace flashgrad::sm90

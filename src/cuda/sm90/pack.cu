@@ -156,7 +156,7 @@ __device__ __forceinline__ Piece piece_to_unpack(const Copy& copy, const Place& 
 // A thread copies the same piece of several vectors; what is loaded and stored are whole pieces of
 // 16 bytes, but for the ends of a vector, and between the two they are shifted.
 template <bool kPacks>
-__global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Copies p) {
+__global__ void __launch_bounds__(kThreads, 3) copy_kernel(const __grid_constant__ Copies p) {
   std::int64_t cta = blockIdx.x;
   int index = 0;
   while (index + 1 < p.count && cta >= p.copies[index].num_ctas) {
@@ -224,13 +224,14 @@ struct Candidate {
   bool needs_copy;
   DType dtype;
   cuda::Extents extents;
+  std::int64_t width;  // columns of the copy
 
   [[nodiscard]] std::int64_t num_vectors() const {
     return extents.batch * extents.rows * extents.heads;
   }
   // The copy's bytes, rounded up.
   [[nodiscard]] std::size_t bytes() const {
-    const auto exact = static_cast<std::size_t>(num_vectors() * padded(extents.columns) * 2);
+    const auto exact = static_cast<std::size_t>(num_vectors() * width * 2);
     return (exact + kAlignment - 1) / kAlignment * kAlignment;
   }
   // A copy of the tensor at `data`.
@@ -238,7 +239,7 @@ struct Candidate {
     Tensor result;
     result.data = reinterpret_cast<void*>(data);
     result.dtype = dtype;
-    result.head_stride = padded(extents.columns);
+    result.head_stride = width;
     result.row_stride = result.head_stride * extents.heads;
     result.batch_stride = extents.batch > 1 ? result.row_stride * extents.rows : 0;
     return result;
@@ -249,7 +250,8 @@ struct Candidate {
 Candidate candidate(Tensor Args::*tensor, bool given, bool unaligned, DType dtype,
                     const cuda::Extents& extents) {
   const bool needs_copy = unaligned || extents.columns % kPieceElements != 0;
-  return {tensor, given && needs_copy && dtype != DType::kF32, dtype, extents};
+  return {tensor, given && needs_copy && dtype != DType::kF32, dtype, extents,
+          padded(extents.columns)};
 }
 
 std::array<Candidate, kMaxCopies> inputs(const Problem& p, Pass pass) {
@@ -264,12 +266,13 @@ std::array<Candidate, kMaxCopies> inputs(const Problem& p, Pass pass) {
 
 std::array<Candidate, 4> outputs(const Problem& p, Pass pass) {
   const bool backward = pass == Pass::kBackward;
-  const WritesAnywhere anywhere = backward ? backward_writes_anywhere(p) : WritesAnywhere{};
+  const GradientStores stores = backward ? gradient_stores(p) : GradientStores{};
   const bool copies_out = !backward && !forward_writes_anywhere(p);
-  const bool copies_dq = backward && p.wants_dq && !anywhere.dq;
-  const bool copies_dk_dv = backward && !anywhere.dk_dv;
-  return {candidate(&Args::out, copies_out, p.unaligned_out, p.dtype, cuda::out_extents(p)),
-          candidate(&Args::dq, copies_dq, p.unaligned_dq, p.dq_dtype, cuda::q_extents(p)),
+  const bool copies_dk_dv = backward && !stores.dk_dv_anywhere;
+  Candidate dq = candidate(&Args::dq, backward && p.wants_dq && !stores.dq_anywhere, p.unaligned_dq,
+                           p.dq_dtype, cuda::q_extents(p));
+  dq.width = stores.dq_columns;
+  return {candidate(&Args::out, copies_out, p.unaligned_out, p.dtype, cuda::out_extents(p)), dq,
           candidate(&Args::dk, copies_dk_dv && p.wants_dk, p.unaligned_dk, p.dk_dtype,
                     cuda::k_extents(p)),
           candidate(&Args::dv, copies_dk_dv && p.wants_dv, p.unaligned_dv, p.dv_dtype,
@@ -285,7 +288,7 @@ Copy make_copy(const Candidate& candidate, const Tensor& tensor, const Tensor& c
   copy.compact = static_cast<std::uint16_t*>(compact.data);
   copy.strided = tensor;
   copy.columns = static_cast<int>(e.columns);
-  copy.padded = static_cast<int>(padded(e.columns));
+  copy.padded = static_cast<int>(candidate.width);
   copy.heads = static_cast<unsigned>(e.heads);
   copy.rows = static_cast<unsigned>(e.rows);
   copy.num_vectors = candidate.num_vectors();
@@ -348,9 +351,9 @@ Problem packed_problem(const Problem& problem, Pass pass) {
 
 GradientColumns packed_columns(const Problem& p) {
   const auto [out, dq, dk, dv] = outputs(p, Pass::kBackward);
-  return {.dq = dq.needs_copy ? padded(p.head_dim) : p.head_dim,
-          .dk = dk.needs_copy ? padded(p.head_dim) : p.head_dim,
-          .dv = dv.needs_copy ? padded(p.head_dim_v) : p.head_dim_v};
+  return {.dq = dq.needs_copy ? dq.width : p.head_dim,
+          .dk = dk.needs_copy ? dk.width : p.head_dim,
+          .dv = dv.needs_copy ? dv.width : p.head_dim_v};
 }
 
 std::size_t pack_bytes(const Problem& problem, Pass pass) {

@@ -74,21 +74,28 @@ Status supports(const Problem& p, Pass pass) {
   return pass == Pass::kForward ? sm90::supports_forward(p) : Status{};
 }
 
-WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass) {
+// The columns of the gradients, where the kernels work on the caller's tensors.
+sm90::GradientColumns own_columns(const Problem& p) {
+  return {.dq = p.head_dim, .dk = p.head_dim, .dv = p.head_dim_v};
+}
+
+WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass,
+                                    const sm90::GradientColumns& columns) {
   return pass == Pass::kForward ? sm90::forward_workspace_size(p)
-                                : sm90::backward_workspace_size(p);
+                                : sm90::backward_workspace_size(p, columns);
 }
 
 // What a call on copies takes, or 0 where there is nothing to copy.
 std::size_t packed_bytes(const Problem& p, Pass pass) {
   const std::size_t copies = sm90::pack_bytes(p, pass);
-  return copies == 0
-             ? 0
-             : copies + kernel_workspace_size(sm90::packed_problem(p, pass), pass).preferred;
+  return copies == 0 ? 0
+                     : copies + kernel_workspace_size(sm90::packed_problem(p, pass), pass,
+                                                      sm90::packed_columns(p))
+                                    .preferred;
 }
 
 WorkspaceSize workspace_size(const Problem& p, Pass pass) {
-  const WorkspaceSize size = kernel_workspace_size(p, pass);
+  const WorkspaceSize size = kernel_workspace_size(p, pass, own_columns(p));
   return {size.minimum, std::max(size.preferred, packed_bytes(p, pass))};
 }
 
@@ -103,7 +110,7 @@ Status run(const Problem& p, Pass pass, const Args& args) {
   FG_RETURN_IF_ERROR(guard.status());
   const std::size_t bytes = packed_bytes(p, pass);
   if (bytes == 0 || args.workspace_bytes < bytes) {
-    return run_kernels(p, pass, args, {p.head_dim, p.head_dim, p.head_dim_v});
+    return run_kernels(p, pass, args, own_columns(p));
   }
   Args packed = args;
   FG_RETURN_IF_ERROR(sm90::pack_inputs(p, pass, &packed));
