@@ -21,16 +21,14 @@ Scales make_scales(const Problem& p) {
   return scales;
 }
 
-BwdParams key_params(const Problem& p, const Args& args, const GradientColumns& columns,
-                     const RowStatistics& rows) {
+BwdParams key_params(const Problem& p, const Args& args, const RowStatistics& rows) {
   const Scales scales = make_scales(p);
   BwdParams params{};
   params.sequences = make_sequences(p, args);
   params.heads_kv = p.heads_kv;
   params.group = p.group();
-  params.head_dim = columns.dk;
-  params.head_dim_v = columns.dv;
-  params.dq_columns = columns.dq;
+  params.head_dim = p.head_dim;
+  params.head_dim_v = p.head_dim_v;
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
@@ -44,14 +42,14 @@ BwdParams key_params(const Problem& p, const Args& args, const GradientColumns& 
   return params;
 }
 
-BwdQueryParams query_params(const Problem& p, const Args& args, const GradientColumns& columns,
-                            const RowStatistics& rows, int tile_rows) {
+BwdQueryParams query_params(const Problem& p, const Args& args, const RowStatistics& rows,
+                            int tile_rows) {
   const Scales scales = make_scales(p);
   BwdQueryParams params{};
   params.sequences = make_sequences(p, args);
   params.heads_q = p.heads_q;
   params.group = p.group();
-  params.head_dim = columns.dq;
+  params.head_dim = p.head_dim;
   params.head_dim_v = p.head_dim_v;
   params.num_q_tiles = num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_q, tile_rows);
   params.num_units = (p.packed ? 1 : p.batch) * p.heads_q;

@@ -14,12 +14,11 @@ namespace flashgrad::sm90 {
 Scales make_scales(const Problem& p);
 
 // Of kernels whose tiles are keys; what depends on the kernel is left at its default.
-BwdParams key_params(const Problem& p, const Args& args, const GradientColumns& columns,
-                     const RowStatistics& rows);
+BwdParams key_params(const Problem& p, const Args& args, const RowStatistics& rows);
 
 // Of kernels whose tiles are queries, `tile_rows` of them each.
-BwdQueryParams query_params(const Problem& p, const Args& args, const GradientColumns& columns,
-                            const RowStatistics& rows, int tile_rows);
+BwdQueryParams query_params(const Problem& p, const Args& args, const RowStatistics& rows,
+                            int tile_rows);
 
 // Maps of q and dout in boxes of `q_rows`, of k and v of `kv_rows`; *mapped gets a bit of each that
 // the copy engine can address.

@@ -118,12 +118,12 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
           .sinks = static_cast<const float*>(args.sinks)};
 }
 
-BwdParams make_main_params(const Problem& p, const Args& args, const GradientColumns& columns,
-                           const BwdPlan& plan, const RowStatistics& rows, float* dq_accumulator,
+BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& plan,
+                           const RowStatistics& rows, float* dq_accumulator,
                            const UnitPipeline& pipeline, const DqOrder& order, KeyTile* tiles,
                            const cuda::DeviceProperties& device) {
   const int cluster = kBwdConfigs[plan.variant].cluster;
-  BwdParams params = key_params(p, args, columns, rows);
+  BwdParams params = key_params(p, args, rows);
   params.num_kv_blocks = key_tiles_per_unit(p, plan);
   params.num_units = num_units(p);
   params.num_ctas = num_clusters(p, plan, pipeline) * kBwdConfigs[plan.variant].cluster;
@@ -168,9 +168,9 @@ Status run_main(const Problem& p, const Args& args, const BwdPlan& plan, BwdPara
   return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
 }
 
-Status run_query(const Problem& p, const Args& args, const GradientColumns& columns,
-                 const BwdPlan& plan, const RowStatistics& rows, int l2_bytes) {
-  BwdQueryParams params = query_params(p, args, columns, rows, 128);
+Status run_query(const Problem& p, const Args& args, const BwdPlan& plan, const RowStatistics& rows,
+                 int l2_bytes) {
+  BwdQueryParams params = query_params(p, args, rows, 128);
   // Heads whose keys and values stay in the L2 together.
   const std::int64_t key_head_bytes = p.seqlen_kv * 2 * (p.head_dim + p.head_dim_v);
   params.section = p.group() * std::max<std::int64_t>(
@@ -180,8 +180,8 @@ Status run_query(const Problem& p, const Args& args, const GradientColumns& colu
   return launch_bwd_query(plan.padded_head_dim, p.softcap > 0, p.dtype, maps, params, args.stream);
 }
 
-Status run_repair(const Problem& p, const Args& args, const GradientColumns& columns,
-                  const RowStatistics& rows, bool looks_early, int num_multiprocessors) {
+Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows, bool looks_early,
+                  int num_multiprocessors) {
   // Without a band every row sees every key of its sequence: there is nothing to keep apart.
   if (hides_nothing(p.mask) || !(p.wants_dq || p.wants_dk || p.wants_dv)) {
     return {};
@@ -189,8 +189,8 @@ Status run_repair(const Problem& p, const Args& args, const GradientColumns& col
   const BwdRepairParams params{.sequences = make_sequences(p, args),
                                .heads_kv = p.heads_kv,
                                .group = p.group(),
-                               .head_dim = std::min(columns.dq, columns.dk),
-                               .head_dim_v = columns.dv,
+                               .head_dim = p.head_dim,
+                               .head_dim_v = p.head_dim_v,
                                .q = args.q,
                                .k = args.k,
                                .v = args.v,
@@ -205,10 +205,10 @@ Status run_repair(const Problem& p, const Args& args, const GradientColumns& col
 }
 
 template <class T>
-Status run(const Problem& p, const Args& args, const GradientColumns& columns) {
+Status run(const Problem& p, const Args& args) {
   cuda::DeviceProperties device;
   FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
-  const BwdPlan plan = make_plan(p, columns.dq, device.num_multiprocessors);
+  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
   const Layout layout = make_layout(p, plan);
   const auto start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
@@ -256,8 +256,8 @@ Status run(const Problem& p, const Args& args, const GradientColumns& columns) {
       tiles.packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
       tiles.num_packed_tiles = word(layout.num_packed_tiles);
     }
-    main = make_main_params(p, args, columns, plan, rows, dq_accumulator, pipeline, order,
-                            tiles.tiles, device);
+    main =
+        make_main_params(p, args, plan, rows, dq_accumulator, pipeline, order, tiles.tiles, device);
   }
   const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
                                  .heads_q = p.heads_q,
@@ -272,7 +272,7 @@ Status run(const Problem& p, const Args& args, const GradientColumns& columns) {
                                  .keys_per_turn = keys_per_turn,
                                  .dq = p.wants_dq ? args.dq : Tensor{},
                                  .ragged = main.ragged_rows != 0,
-                                 .head_dim = columns.dq};
+                                 .head_dim = p.head_dim};
   if (tiles.packed_tiles != nullptr) {
     FG_RETURN_IF_ERROR(cuda::launch("sm90 backward order", bwd_packed_order,
                                     {.num_ctas = 1, .num_threads = kPackedOrderThreads},
@@ -291,19 +291,19 @@ Status run(const Problem& p, const Args& args, const GradientColumns& columns) {
         reinterpret_cast<std::uintptr_t>(args.workspace) + args.workspace_bytes;
     wide = make_wide_plan(p, device.num_multiprocessors,
                           end > room ? static_cast<std::int64_t>(end - room) : 0);
-    FG_RETURN_IF_ERROR(launch_wide(p, args, columns, wide, rows, order.ticket,
+    FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, order.ticket,
                                    reinterpret_cast<std::uint8_t*>(room), device));
   } else if (plan.has_main(p)) {
     FG_RETURN_IF_ERROR(run_main(p, args, plan, main));
   }
   if (plan.separate_dq && !wide.keeps_ds) {
-    FG_RETURN_IF_ERROR(run_query(p, args, columns, plan, rows, device.l2_bytes));
+    FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
   }
   if (plan.accumulates_dq(p) && !plan.ordered() && pipeline.lag == 0) {
     const BwdFinishParams finish{.sequences = make_sequences(p, args),
                                  .heads_kv = p.heads_kv,
                                  .group = p.group(),
-                                 .head_dim = columns.dq,
+                                 .head_dim = p.head_dim,
                                  .head_blocks = head_blocks(p),
                                  .dq_accumulator = dq_accumulator,
                                  .dq = args.dq,
@@ -322,15 +322,15 @@ Status run(const Problem& p, const Args& args, const GradientColumns& columns) {
   }
   // Main and finish let repair start only when prepare has ended, which then made all marks.
   const bool looks_early = !p.wants_dsinks && pipeline.lead == 0 && plan.has_main(p);
-  return run_repair(p, args, columns, rows, looks_early, device.num_multiprocessors);
+  return run_repair(p, args, rows, looks_early, device.num_multiprocessors);
 }
 
 }  // namespace
 
-WorkspaceSize backward_workspace_size(const Problem& p, const GradientColumns& columns) {
+WorkspaceSize backward_workspace_size(const Problem& p) {
   cuda::DeviceProperties device;
   const bool known = cuda::device_properties(p.device_id, &device).ok();
-  const BwdPlan plan = make_plan(p, columns.dq, device.num_multiprocessors);
+  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
   const std::size_t bytes = make_layout(p, plan).bytes;
   if (plan.variant >= 0 || !known) {
     return {bytes, bytes};
@@ -339,20 +339,8 @@ WorkspaceSize backward_workspace_size(const Problem& p, const GradientColumns& c
           bytes + static_cast<std::size_t>(preferred_wide_room(p, device.num_multiprocessors))};
 }
 
-GradientStores gradient_stores(const Problem& p) {
-  const int variant = find_variant(p, p.deterministic);
-  if (variant < 0) {
-    return {.dq_anywhere = true, .dk_dv_anywhere = true, .dq_columns = p.head_dim};
-  }
-  const BwdConfig& config = kBwdConfigs[variant];
-  return {.dq_anywhere = !config.ordered && !(p.wants_dk || p.wants_dv),
-          .dk_dv_anywhere = !config.skips_hidden(),
-          .dq_columns = config.head_dim};
-}
-
-Status launch_backward(const Problem& p, const Args& args, const GradientColumns& columns) {
-  return p.dtype == DType::kBF16 ? run<__nv_bfloat16>(p, args, columns)
-                                 : run<__half>(p, args, columns);
+Status launch_backward(const Problem& p, const Args& args) {
+  return p.dtype == DType::kBF16 ? run<__nv_bfloat16>(p, args) : run<__half>(p, args);
 }
 
 }  // namespace flashgrad::sm90

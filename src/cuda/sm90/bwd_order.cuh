@@ -94,7 +94,7 @@ __device__ __forceinline__ void finish_elements(const BwdParams& p, const float*
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int c = 8 * j + 2 * q + i % 2;
-      if (r + i / 2 * 8 < count && column + c < p.dq_columns) {
+      if (r + i / 2 * 8 < count && column + c < p.head_dim) {
         const std::int64_t element = at + i / 2 * 8 * p.dq.row_stride + c;
         if (p.dq.dtype == DType::kF32) {
           static_cast<float*>(p.dq.data)[element] = values[i];
@@ -115,7 +115,7 @@ __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& til
   constexpr int kPieces = C.cluster == 2 ? 1 : C.dq_pieces();
   const int first_piece = C.cluster == 2 ? rank : 0;
   const bool wide = p.dq.dtype != DType::kF32 && has_aligned_rows(p.dq) &&
-                    kColumns * (first_piece + kPieces) <= p.dq_columns;
+                    kColumns * (first_piece + kPieces) <= p.head_dim;
   const int group = static_cast<int>(p.group);
 #pragma unroll 1
   for (int head = tile.head_kv * group; head < (tile.head_kv + 1) * group; ++head) {

@@ -101,8 +101,7 @@ inline std::int64_t num_clusters(const Problem& p, const BwdPlan& plan,
   return num_units(p) * key_tiles_per_unit(p, plan) + served;
 }
 
-// `dq_columns` of each row of dq are written (GradientColumns).
-inline BwdPlan make_plan(const Problem& p, std::int64_t dq_columns, int num_multiprocessors) {
+inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
   BwdPlan plan;
   plan.variant = find_variant(p, p.deterministic);
   plan.separate_dq =
@@ -119,7 +118,7 @@ inline BwdPlan make_plan(const Problem& p, std::int64_t dq_columns, int num_mult
   plan.units.slots = static_cast<std::int32_t>(num_units(p));
   // Who serves a unit writes whole rows of the kernel's width, 16 bits an element, or else
   // element by element, which takes longer than the kernel that finishes.
-  const bool whole_rows = dq_columns == config.head_dim && p.dq_dtype == p.dtype;
+  const bool whole_rows = p.head_dim == config.head_dim && p.dq_dtype == p.dtype;
   if (p.packed || !config.serves_units() || p.seqlen_q == 0 || !has_long_tiles(p) || !whole_rows) {
     return plan;
   }
@@ -133,9 +132,6 @@ inline BwdPlan make_plan(const Problem& p, std::int64_t dq_columns, int num_mult
     plan.units.lead = 0;  // the prepare kernel sums them
   }
   return plan;
-}
-inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
-  return make_plan(p, p.head_dim, num_multiprocessors);
 }
 
 }  // namespace flashgrad::sm90

@@ -6,7 +6,6 @@
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/key_tile.cuh"
-#include "cuda/sm90/pieces.cuh"
 #include "cuda/tile/swizzle.hpp"
 
 namespace flashgrad::sm90 {
@@ -127,28 +126,26 @@ __device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float
     copy_rows<kColumns, 0, kTileRows>(rows, staging, staging_row, thread);
     return;
   }
-  if (wide && rows.columns % 8 == 0) {
 #pragma unroll 4
-    for (int i = thread; i < 64 * (kColumns / 8); i += 128) {
-      const int r = i / (kColumns / 8);
-      const int column = i % (kColumns / 8) * 8;
-      if (r < rows.count && column < rows.columns) {
-        *reinterpret_cast<uint4*>(base + rows.out.offset(rows.batch, rows.row + r, rows.head) +
-                                  column) =
-            ptx::load_shared_uint4(
-                staging + static_cast<std::uint32_t>(Tile::offset(staging_row + r, column)));
+  for (int i = thread; i < 64 * (kColumns / 8); i += 128) {
+    const int r = i / (kColumns / 8);
+    const int column = i % (kColumns / 8) * 8;
+    if (r < rows.count && column < rows.columns) {
+      const uint4 loaded = ptx::load_shared_uint4(
+          staging + static_cast<std::uint32_t>(Tile::offset(staging_row + r, column)));
+      const std::uint32_t values[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      std::uint16_t* destination =
+          base + rows.out.offset(rows.batch, rows.row + r, rows.head) + column;
+      if (wide && column + 8 <= rows.columns) {
+        *reinterpret_cast<uint4*>(destination) = loaded;
+      } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          if (column + c < rows.columns) {
+            destination[c] = static_cast<std::uint16_t>(values[c / 2] >> (c % 2 * 16));
+          }
+        }
       }
-    }
-    return;
-  }
-  constexpr int kPieces = kColumns / kPieceElements + 1;  // that a row touches
-#pragma unroll 1
-  for (int i = thread; i < 64 * kPieces; i += 128) {
-    const int r = i / kPieces;
-    if (r < rows.count) {
-      store_tile_piece<kTileRows, kColumns>(
-          base + rows.out.offset(rows.batch, rows.row + r, rows.head), staging, staging_row + r,
-          i % kPieces, rows.columns);
     }
   }
 }

@@ -11,9 +11,9 @@
 
 namespace flashgrad::sm90 {
 
-Status launch_wide(const Problem& p, const Args& args, const GradientColumns& columns,
-                   const WidePlan& plan, const RowStatistics& rows, std::uint32_t* ticket,
-                   std::uint8_t* room, const cuda::DeviceProperties& device) {
+Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
+                   const RowStatistics& rows, std::uint32_t* ticket, std::uint8_t* room,
+                   const cuda::DeviceProperties& device) {
   const bool softcap = p.softcap > 0;
   // Clusters halve the traffic with the L2, but walk the query blocks that either CTA needs, which
   // costs windows a step; tiles of a packed batch would go to waste.
@@ -21,9 +21,9 @@ Status launch_wide(const Problem& p, const Args& args, const GradientColumns& co
   const int key_cluster = p.packed || window || softcap ? 1 : 2;
   const int query_cluster = p.packed || window ? 1 : 2;
 
-  BwdParams keys = key_params(p, args, columns, rows);
+  BwdParams keys = key_params(p, args, rows);
   keys.ticket = ticket;
-  BwdQueryParams queries = query_params(p, args, columns, rows, kWideDqRows * query_cluster);
+  BwdQueryParams queries = query_params(p, args, rows, kWideDqRows * query_cluster);
   queries.ticket = ticket;
   queries.section = wide_dq_section(p, device.l2_bytes);
 

@@ -11,8 +11,8 @@
 namespace flashgrad::sm90 {
 
 // The main kernel and, if dS is kept, dq. `room` is aligned to 256 bytes.
-Status launch_wide(const Problem& p, const Args& args, const GradientColumns& columns,
-                   const WidePlan& plan, const RowStatistics& rows, std::uint32_t* ticket,
-                   std::uint8_t* room, const cuda::DeviceProperties& device);
+Status launch_wide(const Problem& p, const Args& args, const WidePlan& plan,
+                   const RowStatistics& rows, std::uint32_t* ticket, std::uint8_t* room,
+                   const cuda::DeviceProperties& device);
 
 }  // namespace flashgrad::sm90

@@ -147,8 +147,6 @@ Status supports_forward(const Problem& p) {
   return {};
 }
 
-bool forward_writes_anywhere(const Problem& p) { return kFwdConfigs[find_variant(p)].stages_out(); }
-
 WorkspaceSize forward_workspace_size(const Problem& p) {
   const std::size_t bytes = workspace_end(p, kFwdConfigs[find_variant(p)].block_m()) + kAlignment;
   return {bytes, bytes};

@@ -9,8 +9,6 @@ namespace flashgrad::sm90 {
 // Beyond what sm90_backend.cpp checks for both passes.
 Status supports_forward(const Problem& problem);
 WorkspaceSize forward_workspace_size(const Problem& problem);
-// Whether the kernel writes rows of out that begin anywhere as fast as others.
-bool forward_writes_anywhere(const Problem& problem);
 Status launch_forward(const Problem& problem, const Args& args);
 
 }  // namespace flashgrad::sm90

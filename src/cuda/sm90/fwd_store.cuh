@@ -14,7 +14,6 @@
 #include "cuda/sm90/fwd_shared.cuh"
 #include "cuda/sm90/fwd_softmax.cuh"
 #include "cuda/sm90/fwd_tile.cuh"
-#include "cuda/sm90/pieces.cuh"
 
 namespace flashgrad::sm90 {
 
@@ -91,40 +90,8 @@ __device__ __forceinline__ void store_out(const std::uint32_t (&pairs)[kColumns 
   }
 }
 
-// The 16 rows of a warp to `staged`, a tile of (16, kColumns) that belongs to the warp.
-template <int kColumns>
-__device__ __forceinline__ void stage_out(const std::uint32_t (&pairs)[kColumns / 4],
-                                          std::uint32_t staged, int lane) {
-  using Tile = tile::SwizzledTile<16>;
-#pragma unroll
-  for (int c = 0; c < kColumns / 16; ++c) {
-    ptx::store_matrix(
-        staged + static_cast<std::uint32_t>(Tile::offset(lane % 16, 16 * c + lane / 16 * 8)),
-        pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]);
-  }
-}
-
-// Writes the rows of a warp that exist, wherever they begin, through `staged`.
-template <int kColumns>
-__device__ __forceinline__ void store_staged(const std::uint32_t (&pairs)[kColumns / 4],
-                                             std::uint32_t staged, const FwdParams& p,
-                                             std::uint16_t* out, int num_rows) {
-  constexpr int kPieces = kColumns / kPieceElements + 1;  // that a row touches
-  const int lane = ptx::thread_index() % 32;
-  __syncwarp();  // with the lanes that still read the tile before
-  stage_out<kColumns>(pairs, staged, lane);
-  __syncwarp();
-#pragma unroll 1
-  for (int i = lane; i < 16 * kPieces; i += 32) {
-    const int r = i / kPieces;
-    if (r < num_rows) {
-      store_tile_piece<16, kColumns>(out + r * p.out.row_stride, staged, r, i % kPieces,
-                                     p.head_dim_v);
-    }
-  }
-}
-
-// Writes the 16 rows of a warp by the copy engine, from `staged`.
+// Writes the 16 rows of a warp by the copy engine, from `staged`, a tile of (16, kColumns) that
+// belongs to the warp.
 template <int kColumns>
 __device__ __forceinline__ void copy_out(const std::uint32_t (&pairs)[kColumns / 4],
                                          std::uint32_t staged, const CUtensorMap& map, int row,
@@ -135,7 +102,12 @@ __device__ __forceinline__ void copy_out(const std::uint32_t (&pairs)[kColumns /
     ptx::bulk_wait_read<0>();  // for the copy of the tile before
   }
   __syncwarp();
-  stage_out<kColumns>(pairs, staged, lane);
+#pragma unroll
+  for (int c = 0; c < kColumns / 16; ++c) {
+    ptx::store_matrix(
+        staged + static_cast<std::uint32_t>(Tile::offset(lane % 16, 16 * c + lane / 16 * 8)),
+        pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]);
+  }
   ptx::fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
@@ -297,13 +269,6 @@ __device__ __forceinline__ void finish_rows(const FwdShared<kVariant>& shared, c
     if ((p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows && !recomputes) {
       copy_out<C.head_dim_v>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
                              tile.batch);
-      return;
-    }
-    if ((p.mapped & kFwdMapOut) == 0 && !recomputes) {
-      store_staged<C.head_dim_v>(
-          pairs, shared.out(warp), p,
-          static_cast<std::uint16_t*>(p.out.data) + tile.out_offset + 16 * warp * p.out.row_stride,
-          tile.num_rows - 16 * warp);
       return;
     }
   }

@@ -2,12 +2,12 @@
 // Implements pack.hpp.
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <utility>
 
 #include "cuda/common/launch.hpp"
 #include "cuda/common/tensor_map.hpp"
-#include "cuda/sm90/bwd_launch.hpp"
-#include "cuda/sm90/fwd_launch.hpp"
+#include "cuda/sm90/bwd_plan.hpp"
 #include "cuda/sm90/pack.hpp"
 #include "cuda/sm90/pieces.cuh"
 
@@ -21,27 +21,34 @@ constexpr int kThreads = 256;
 constexpr int kPiecesAtATime = 4;
 constexpr std::int64_t kMaxRounds = 4;
 
-// The way from a vector of a tensor to the one that is some numbers behind it, in elements: heads
-// are adjacent numbers, then rows, then batch entries.
+// The way from a vector of the caller's tensor to the one that is some numbers behind it.
 struct Step {
-  unsigned heads;  // to add to the head, and to the row if that passes the last head
-  unsigned rows;
-  std::int64_t offset;
-  std::int64_t after_heads;  // besides, if the head passes the last one
-  std::int64_t after_rows;   // and if the row does
+  unsigned inner;
+  unsigned middle;
+  std::int64_t offset;        // in elements
+  std::int64_t after_inner;   // besides, if the innermost dimension has ended
+  std::int64_t after_middle;  // and if the middle one has
 };
 
-// One tensor of 16-bit elements between the caller's memory and a compact copy.
+// One tensor between the caller's memory and a compact copy, all counted in elements of 16 bits; an
+// f32 column is two of them.
 struct Copy {
   std::uint16_t* compact;  // vectors of `padded` elements, one behind the other
-  Tensor strided;
+  std::uint16_t* strided;
+  bool is_one_element;  // all of a vector's are the same one
+  // Vectors are numbered as the caller's lie in memory: heads or rows are innermost, then the
+  // others, then batch entries.
+  unsigned inner;
+  unsigned middle;
+  std::int64_t inner_stride;
+  std::int64_t middle_stride;
+  std::int64_t outer_stride;
+  bool is_dense;  // a vector of the caller's begins where the one before it ends
   // The bytes of the caller's tensor, and whether pieces that it touches may lie partly outside:
   // nothing is read there.
   std::uintptr_t begin;
   std::uintptr_t end;
   bool is_cut;
-  unsigned heads;
-  unsigned rows;
   std::int64_t num_vectors;
   int columns;
   int padded;
@@ -87,29 +94,30 @@ struct Piece {
   uint4 low, high;             // the aligned 16 bytes in which its elements begin, and the next
   unsigned skipped;            // bytes of `low` before its first element
   std::uint16_t* destination;  // of its vector
+  bool is_first, is_last;      // of a row of vectors, of which the caller's may be dense
 };
 
 // A vector of the caller's tensor, and its place in the copy.
 struct Place {
   std::uint16_t* strided;
   std::uint16_t* compact;
-  unsigned head;
-  unsigned row;
+  unsigned inner;
+  unsigned middle;
 
   __device__ __forceinline__ void advance(const Copy& copy) {
     const Step& step = copy.step;
     compact += static_cast<std::int64_t>(copy.vectors_at_once) * copy.padded;
     strided += step.offset;
-    head += step.heads;
-    row += step.rows;
-    if (head >= copy.heads) {
-      head -= copy.heads;
-      ++row;
-      strided += step.after_heads;
+    inner += step.inner;
+    middle += step.middle;
+    if (inner >= copy.inner) {
+      inner -= copy.inner;
+      ++middle;
+      strided += step.after_inner;
     }
-    if (row >= copy.rows) {
-      row -= copy.rows;
-      strided += step.after_rows;
+    if (middle >= copy.middle) {
+      middle -= copy.middle;
+      strided += step.after_middle;
     }
   }
 };
@@ -119,16 +127,18 @@ __device__ __forceinline__ Piece piece_to_pack(const Copy& copy, const Place& pl
   Piece piece;
   piece.destination = place.compact;
   piece.skipped = 0;
-  if (copy.strided.dim_stride == 0) {
+  if (copy.is_one_element) {
     const std::uint32_t pair = std::uint32_t{*place.strided} * 0x10001U;
     piece.low = piece.high = make_uint4(pair, pair, pair, pair);
     return piece;
   }
   const auto at = reinterpret_cast<std::uintptr_t>(place.strided + number * kPieceElements);
   piece.skipped = static_cast<unsigned>(at % 16);
-  piece.low = load_piece(copy, at - piece.skipped);
-  piece.high = make_uint4(0, 0, 0, 0);
+  piece.low = piece.high = make_uint4(0, 0, 0, 0);
   const int beyond = 2 * ((number + 1) * kPieceElements - copy.columns);  // bytes of padding
+  if (beyond < 16) {
+    piece.low = load_piece(copy, at - piece.skipped);
+  }
   if (static_cast<int>(piece.skipped) > max(beyond, 0)) {
     piece.high = load_piece(copy, at - piece.skipped + 16);
   }
@@ -139,6 +149,8 @@ __device__ __forceinline__ Piece piece_to_pack(const Copy& copy, const Place& pl
 __device__ __forceinline__ Piece piece_to_unpack(const Copy& copy, const Place& place, int number) {
   Piece piece;
   piece.destination = place.strided;
+  piece.is_first = place.inner == 0;
+  piece.is_last = place.inner + 1 == copy.inner;
   const int before = elements_before(place.strided);
   piece.skipped = static_cast<unsigned>(-2 * before) % 16;
   const auto* const source = reinterpret_cast<const uint4*>(place.compact);
@@ -151,6 +163,27 @@ __device__ __forceinline__ Piece piece_to_unpack(const Copy& copy, const Place& 
     piece.high = __ldg(source + number);
   }
   return piece;
+}
+
+// Writes piece `x` of a vector of the copy at `compact`. Where the caller's vectors are dense, the
+// last piece of one has the begin of the next in it: memory takes half a sector for a whole one.
+__device__ __forceinline__ void store_unpacked(const Copy& copy, const Piece& piece, uint4 x,
+                                               const std::uint16_t* compact, int number) {
+  const int column = number * kPieceElements - elements_before(piece.destination);
+  const int left = copy.columns - column;
+  if (left <= 0 || (column < 0 && copy.is_dense && !piece.is_first)) {
+    return;
+  }
+  if (left < kPieceElements && copy.is_dense && !piece.is_last) {
+    const uint4 next = __ldg(reinterpret_cast<const uint4*>(compact + copy.padded));
+    const uint4 y = shift_pieces(make_uint4(0, 0, 0, 0), next,
+                                 2 * static_cast<unsigned>(kPieceElements - left));
+    x = make_uint4((x.x & kept_bits(0, left)) | y.x, (x.y & kept_bits(1, left)) | y.y,
+                   (x.z & kept_bits(2, left)) | y.z, (x.w & kept_bits(3, left)) | y.w);
+    *reinterpret_cast<uint4*>(piece.destination + column) = x;
+    return;
+  }
+  store_piece(piece.destination + column, x, column, copy.columns);
 }
 
 // A thread copies the same piece of several vectors; what is loaded and stored are whole pieces of
@@ -174,12 +207,12 @@ __global__ void __launch_bounds__(kThreads, 3) copy_kernel(const __grid_constant
   auto left = static_cast<int>(min(copy.num_vectors - cta * per_cta, per_cta)) -
               static_cast<int>(thread_vector);
   const auto step = static_cast<int>(copy.vectors_at_once);
-  const std::int64_t line = vector / copy.heads;
+  const std::int64_t line = vector / copy.inner;
   Place place;
-  place.head = static_cast<unsigned>(vector % copy.heads);
-  place.row = static_cast<unsigned>(line % copy.rows);
-  place.strided = static_cast<std::uint16_t*>(copy.strided.data) +
-                  copy.strided.offset(line / copy.rows, place.row, place.head);
+  place.inner = static_cast<unsigned>(vector % copy.inner);
+  place.middle = static_cast<unsigned>(line % copy.middle);
+  place.strided = copy.strided + place.inner * copy.inner_stride +
+                  place.middle * copy.middle_stride + line / copy.middle * copy.outer_stride;
   place.compact = copy.compact + vector * copy.padded;
   const int kept = copy.columns - number * kPieceElements;
   const uint4 mask =
@@ -187,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, 3) copy_kernel(const __grid_constant
 #pragma unroll 1
   for (; left > 0; left -= kPiecesAtATime * step) {
     Piece pieces[kPiecesAtATime];
+    const std::uint16_t* compact = place.compact;
 #pragma unroll
     for (int i = 0; i < kPiecesAtATime; ++i) {
       if (left > i * step) {
@@ -199,15 +233,13 @@ __global__ void __launch_bounds__(kThreads, 3) copy_kernel(const __grid_constant
     for (int i = 0; i < kPiecesAtATime; ++i) {
       if (left > i * step) {
         const Piece& piece = pieces[i];
+        const std::uint16_t* const vector_of_copy = compact + i * step * copy.padded;
         uint4 x = shift_pieces(piece.low, piece.high, piece.skipped);
         if constexpr (kPacks) {
           x = make_uint4(x.x & mask.x, x.y & mask.y, x.z & mask.z, x.w & mask.w);
           reinterpret_cast<uint4*>(piece.destination)[number] = x;
         } else {
-          const int column = number * kPieceElements - elements_before(piece.destination);
-          if (column < copy.columns) {
-            store_piece(piece.destination + column, x, column, copy.columns);
-          }
+          store_unpacked(copy, piece, x, vector_of_copy, number);
         }
       }
     }
@@ -231,74 +263,92 @@ struct Candidate {
   }
   // The copy's bytes, rounded up.
   [[nodiscard]] std::size_t bytes() const {
-    const auto exact = static_cast<std::size_t>(num_vectors() * width * 2);
+    const auto exact =
+        static_cast<std::size_t>(num_vectors() * width * std::int64_t{size_bytes(dtype)});
     return (exact + kAlignment - 1) / kAlignment * kAlignment;
   }
-  // A copy of the tensor at `data`.
-  [[nodiscard]] Tensor compact(std::uintptr_t data) const {
+  // A copy of `tensor` at `data`, with rows or heads innermost as there.
+  [[nodiscard]] Tensor compact(const Tensor& tensor, std::uintptr_t data) const {
     Tensor result;
     result.data = reinterpret_cast<void*>(data);
     result.dtype = dtype;
-    result.head_stride = width;
-    result.row_stride = result.head_stride * extents.heads;
-    result.batch_stride = extents.batch > 1 ? result.row_stride * extents.rows : 0;
+    const bool rows_inside = has_rows_inside(tensor);
+    result.row_stride = rows_inside ? width : width * extents.heads;
+    result.head_stride = rows_inside ? width * extents.rows : width;
+    result.batch_stride = extents.batch > 1 ? width * extents.rows * extents.heads : 0;
     return result;
+  }
+  [[nodiscard]] bool has_rows_inside(const Tensor& t) const {
+    return extents.rows > 1 && extents.heads > 1 &&
+           std::abs(t.row_stride) < std::abs(t.head_stride);
   }
 };
 
-// `unaligned`: by its strides. Gradients in f32 are written element by element anyway.
+// `unaligned`: by its strides. Gradients in f32 are written element by element, so only their width
+// counts.
 Candidate candidate(Tensor Args::*tensor, bool given, bool unaligned, DType dtype,
-                    const cuda::Extents& extents) {
-  const bool needs_copy = unaligned || extents.columns % kPieceElements != 0;
-  return {tensor, given && needs_copy && dtype != DType::kF32, dtype, extents,
-          padded(extents.columns)};
+                    const cuda::Extents& extents, std::int64_t width) {
+  const bool needs_copy =
+      extents.columns % kPieceElements != 0 || (unaligned && dtype != DType::kF32);
+  return {tensor, given && needs_copy, dtype, extents, width};
 }
 
-std::array<Candidate, kMaxCopies> inputs(const Problem& p, Pass pass) {
+using Candidates = std::array<Candidate, kMaxCopies>;
+
+Candidates inputs(const Problem& p, Pass pass) {
   const bool gives_dout = pass == Pass::kBackward && p.has_dout;
   const cuda::Extents out = cuda::out_extents(p);
-  return {candidate(&Args::q, true, p.unaligned_q, p.dtype, cuda::q_extents(p)),
-          candidate(&Args::k, true, p.unaligned_k, p.dtype, cuda::k_extents(p)),
-          candidate(&Args::v, true, p.unaligned_v, p.dtype, cuda::v_extents(p)),
-          candidate(&Args::out, gives_dout, p.unaligned_out, p.dtype, out),
-          candidate(&Args::dout, gives_dout, p.unaligned_dout, p.dtype, out)};
+  const Problem to = packed_problem(p, pass);
+  return {candidate(&Args::q, true, p.unaligned_q, p.dtype, cuda::q_extents(p), to.head_dim),
+          candidate(&Args::k, true, p.unaligned_k, p.dtype, cuda::k_extents(p), to.head_dim),
+          candidate(&Args::v, true, p.unaligned_v, p.dtype, cuda::v_extents(p), to.head_dim_v),
+          candidate(&Args::out, gives_dout, p.unaligned_out, p.dtype, out, to.head_dim_v),
+          candidate(&Args::dout, gives_dout, p.unaligned_dout, p.dtype, out, to.head_dim_v)};
 }
 
-std::array<Candidate, 4> outputs(const Problem& p, Pass pass) {
+Candidates outputs(const Problem& p, Pass pass) {
   const bool backward = pass == Pass::kBackward;
-  const GradientStores stores = backward ? gradient_stores(p) : GradientStores{};
-  const bool copies_out = !backward && !forward_writes_anywhere(p);
-  const bool copies_dk_dv = backward && !stores.dk_dv_anywhere;
-  Candidate dq = candidate(&Args::dq, backward && p.wants_dq && !stores.dq_anywhere, p.unaligned_dq,
-                           p.dq_dtype, cuda::q_extents(p));
-  dq.width = stores.dq_columns;
-  return {candidate(&Args::out, copies_out, p.unaligned_out, p.dtype, cuda::out_extents(p)), dq,
-          candidate(&Args::dk, copies_dk_dv && p.wants_dk, p.unaligned_dk, p.dk_dtype,
-                    cuda::k_extents(p)),
-          candidate(&Args::dv, copies_dk_dv && p.wants_dv, p.unaligned_dv, p.dv_dtype,
-                    cuda::v_extents(p))};
+  const Problem to = packed_problem(p, pass);
+  return {candidate(&Args::out, !backward, p.unaligned_out, p.dtype, cuda::out_extents(p),
+                    to.head_dim_v),
+          candidate(&Args::dq, backward && p.wants_dq, p.unaligned_dq, p.dq_dtype,
+                    cuda::q_extents(p), to.head_dim),
+          candidate(&Args::dk, backward && p.wants_dk, p.unaligned_dk, p.dk_dtype,
+                    cuda::k_extents(p), to.head_dim),
+          candidate(&Args::dv, backward && p.wants_dv, p.unaligned_dv, p.dv_dtype,
+                    cuda::v_extents(p), to.head_dim_v),
+          Candidate{}};
 }
 
 // Between `tensor` and `compact`, whichever way.
 Copy make_copy(const Candidate& candidate, const Tensor& tensor, const Tensor& compact,
                bool packs) {
   const cuda::Extents& e = candidate.extents;
-  const Tensor& t = tensor;
+  const std::int64_t halves = size_bytes(candidate.dtype) / 2;
+  const bool rows_inside = candidate.has_rows_inside(tensor);
+  const std::int64_t inner = rows_inside ? e.rows : e.heads;
+  const std::int64_t middle = rows_inside ? e.heads : e.rows;
   Copy copy{};
-  copy.compact = static_cast<std::uint16_t*>(compact.data);
-  copy.strided = tensor;
-  copy.columns = static_cast<int>(e.columns);
-  copy.padded = static_cast<int>(candidate.width);
-  copy.heads = static_cast<unsigned>(e.heads);
-  copy.rows = static_cast<unsigned>(e.rows);
   copy.num_vectors = candidate.num_vectors();
   if (copy.num_vectors == 0) {
     return copy;
   }
-  copy.begin = reinterpret_cast<std::uintptr_t>(t.data);
-  copy.end = copy.begin + static_cast<std::uintptr_t>(t.dim_stride == 0 ? 2 : 2 * copy.columns);
-  for (const auto& [extent, stride] :
-       {std::pair{e.batch, t.batch_stride}, {e.rows, t.row_stride}, {e.heads, t.head_stride}}) {
+  copy.compact = static_cast<std::uint16_t*>(compact.data);
+  copy.strided = static_cast<std::uint16_t*>(tensor.data);
+  copy.is_one_element = tensor.dim_stride == 0;
+  copy.inner = static_cast<unsigned>(inner);
+  copy.middle = static_cast<unsigned>(middle);
+  copy.inner_stride = halves * (rows_inside ? tensor.row_stride : tensor.head_stride);
+  copy.middle_stride = halves * (rows_inside ? tensor.head_stride : tensor.row_stride);
+  copy.outer_stride = halves * tensor.batch_stride;
+  copy.columns = static_cast<int>(halves * e.columns);
+  copy.padded = static_cast<int>(halves * candidate.width);
+  copy.is_dense = copy.inner_stride == copy.columns && copy.columns >= kPieceElements;
+  copy.begin = reinterpret_cast<std::uintptr_t>(tensor.data);
+  copy.end = copy.begin + static_cast<std::uintptr_t>(copy.is_one_element ? 2 : 2 * copy.columns);
+  for (const auto& [extent, stride] : {std::pair{inner, copy.inner_stride},
+                                       {middle, copy.middle_stride},
+                                       {e.batch, copy.outer_stride}}) {
     const std::int64_t bytes = 2 * (extent - 1) * stride;
     (bytes < 0 ? copy.begin : copy.end) += static_cast<std::uintptr_t>(bytes);
   }
@@ -308,14 +358,12 @@ Copy make_copy(const Candidate& candidate, const Tensor& tensor, const Tensor& c
   copy.pieces = static_cast<unsigned>((longest + kPieceElements - 1) / kPieceElements);
   copy.vectors_at_once = kThreads / copy.pieces;
   const std::int64_t at_once = copy.vectors_at_once;
-  const std::int64_t heads = at_once % e.heads;
-  const std::int64_t rows = at_once / e.heads % e.rows;
-  const std::int64_t entries = at_once / e.heads / e.rows;
-  copy.step = {.heads = static_cast<unsigned>(heads),
-               .rows = static_cast<unsigned>(rows),
-               .offset = t.offset(entries, rows, heads),
-               .after_heads = t.row_stride - e.heads * t.head_stride,
-               .after_rows = t.batch_stride - e.rows * t.row_stride};
+  copy.step.inner = static_cast<unsigned>(at_once % inner);
+  copy.step.middle = static_cast<unsigned>(at_once / inner % middle);
+  copy.step.offset = copy.step.inner * copy.inner_stride + copy.step.middle * copy.middle_stride +
+                     at_once / inner / middle * copy.outer_stride;
+  copy.step.after_inner = copy.middle_stride - inner * copy.inner_stride;
+  copy.step.after_middle = copy.outer_stride - middle * copy.middle_stride;
   // Enough CTAs for any device, if there are so many vectors.
   constexpr std::int64_t kManyCtas = 1024;
   const std::int64_t at_a_time = at_once * kPiecesAtATime;
@@ -340,20 +388,17 @@ Status launch_copies(const Copies& copies, void* stream) {
 Problem packed_problem(const Problem& problem, Pass pass) {
   Problem p = problem;
   p.head_dim = padded(p.head_dim);
-  // The forward writes as many columns as the problem has.
-  if (pass == Pass::kBackward || !forward_writes_anywhere(p)) {
-    p.head_dim_v = padded(p.head_dim_v);
+  p.head_dim_v = padded(p.head_dim_v);
+  if (pass == Pass::kBackward && problem.head_dim % kPieceElements != 0) {
+    // dq is written faster in rows as wide as the kernel's (bwd_plan.hpp), if not half of them
+    // would be zeros.
+    const int variant = find_variant(p, p.deterministic);
+    const std::int64_t width = variant < 0 ? 0 : kBwdConfigs[variant].head_dim;
+    p.head_dim = 2 * p.head_dim > width ? std::max(p.head_dim, width) : p.head_dim;
   }
   p.unaligned_q = p.unaligned_k = p.unaligned_v = p.unaligned_out = p.unaligned_dout = false;
   p.unaligned_dq = p.unaligned_dk = p.unaligned_dv = false;
   return p;
-}
-
-GradientColumns packed_columns(const Problem& p) {
-  const auto [out, dq, dk, dv] = outputs(p, Pass::kBackward);
-  return {.dq = dq.needs_copy ? dq.width : p.head_dim,
-          .dk = dk.needs_copy ? dk.width : p.head_dim,
-          .dv = dv.needs_copy ? dv.width : p.head_dim_v};
 }
 
 std::size_t pack_bytes(const Problem& problem, Pass pass) {
@@ -375,7 +420,7 @@ Status pack_inputs(const Problem& problem, Pass pass, Args* args) {
   for (const Candidate& input : inputs(problem, pass)) {
     if (input.needs_copy) {
       Tensor& tensor = args->*input.tensor;
-      const Tensor compact = input.compact(room);
+      const Tensor compact = input.compact(tensor, room);
       copies.copies[copies.count++] = make_copy(input, tensor, compact, true);
       tensor = compact;
       room += input.bytes();
@@ -383,7 +428,8 @@ Status pack_inputs(const Problem& problem, Pass pass, Args* args) {
   }
   for (const Candidate& output : outputs(problem, pass)) {
     if (output.needs_copy) {
-      args->*output.tensor = output.compact(room);
+      Tensor& tensor = args->*output.tensor;
+      tensor = output.compact(tensor, room);
       room += output.bytes();
     }
   }

@@ -7,15 +7,11 @@
 #pragma once
 
 #include "core/problem.hpp"
-#include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
 
-// What the kernels are asked where a call works on copies: padded head dims, no unaligned inputs.
+// What the kernels are asked where a call works on copies: padded head dims, nothing unaligned.
 Problem packed_problem(const Problem& problem, Pass pass);
-
-// The columns of the gradients that the kernels then write.
-GradientColumns packed_columns(const Problem& problem);
 
 // What a call with the most workspace takes for copies, by what the problem says of shapes and
 // strides. 0: nothing needs any.

@@ -18,12 +18,6 @@ FG_HOST_DEVICE inline bool has_aligned_rows(const Tensor& t) {
   return (reinterpret_cast<std::uintptr_t>(t.data) | 2 * strides) % 16 == 0;
 }
 
-// The columns of the gradients that are written. The problem's head dims may be wider where its
-// inputs are copies, padded with zeros (pack.hpp).
-struct GradientColumns {
-  std::int64_t dq, dk, dv;
-};
-
 // The per-row numbers that prepare leaves for the main kernel, in query blocks of 64 rows numbered
 // through all spans (sequences.cuh).
 inline constexpr std::int32_t kHasNan = 2;
@@ -84,9 +78,9 @@ struct BwdParams {
   std::int64_t num_ctas;  // of bwd.cuh
   Sequences sequences;
   std::int64_t heads_kv;
-  std::int64_t group;       // query heads per key head
-  std::int64_t head_dim;    // of dk, as given; the kernel's own is padded
-  std::int64_t head_dim_v;  // of dv
+  std::int64_t group;     // query heads per key head
+  std::int64_t head_dim;  // as given; the kernel's own is padded
+  std::int64_t head_dim_v;
   // Of bwd.cuh:
   std::int64_t num_kv_blocks;  // per unit
   std::int64_t num_units;      // key heads of a batch entry, or of the packed batch
@@ -109,7 +103,6 @@ struct BwdParams {
   UnitPipeline pipeline;  // kernels that are not ordered
   DqOrder order;          // ordered kernels
   Tensor dq;              // ordered kernels, and those that finish units
-  std::int64_t dq_columns;
   std::uint32_t* ticket;  // of bwd_wide.cuh, 0 between launches; null in bwd.cuh
   int max_round;          // of rotating tiles (KeyTile) in ordered kernels; 0: none rotate
   float scale;

@@ -5,9 +5,6 @@
 
 #include <cstdint>
 
-#include "cuda/ptx/matrix.cuh"
-#include "cuda/tile/swizzle.hpp"
-
 namespace flashgrad::sm90 {
 
 inline constexpr int kPieceElements = 8;
@@ -78,30 +75,6 @@ __device__ __forceinline__ void store_piece(std::uint16_t* to, const uint4& piec
     const int at = is_last ? count - 1 : begin;
     to[at] = element(piece, at);
   }
-}
-
-// Writes piece `number` of a row of `columns` that begins at `row`, from row `tile_row` of the
-// swizzled tile of (kTileRows, kTileColumns) at `tile`.
-template <int kTileRows, int kTileColumns>
-__device__ __forceinline__ void store_tile_piece(std::uint16_t* row, std::uint32_t tile,
-                                                 int tile_row, int number, int columns) {
-  const int column = number * kPieceElements - elements_before(row);
-  if (column >= columns) {
-    return;
-  }
-  const auto load = [&](int first) {
-    return first >= 0 && first < kTileColumns
-               ? ptx::load_shared_uint4(tile +
-                                        static_cast<std::uint32_t>(
-                                            tile::SwizzledTile<kTileRows>::offset(tile_row, first)))
-               : make_uint4(0, 0, 0, 0);
-  };
-  const int skipped = column & (kPieceElements - 1);
-  const int first = column - skipped;
-  store_piece(
-      row + column,
-      shift_pieces(load(first), load(first + kPieceElements), 2 * static_cast<unsigned>(skipped)),
-      column, columns);
 }
 
 }  // namespace flashgrad::sm90

@@ -74,35 +74,26 @@ Status supports(const Problem& p, Pass pass) {
   return pass == Pass::kForward ? sm90::supports_forward(p) : Status{};
 }
 
-// The columns of the gradients, where the kernels work on the caller's tensors.
-sm90::GradientColumns own_columns(const Problem& p) {
-  return {.dq = p.head_dim, .dk = p.head_dim, .dv = p.head_dim_v};
-}
-
-WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass,
-                                    const sm90::GradientColumns& columns) {
+WorkspaceSize kernel_workspace_size(const Problem& p, Pass pass) {
   return pass == Pass::kForward ? sm90::forward_workspace_size(p)
-                                : sm90::backward_workspace_size(p, columns);
+                                : sm90::backward_workspace_size(p);
 }
 
 // What a call on copies takes, or 0 where there is nothing to copy.
 std::size_t packed_bytes(const Problem& p, Pass pass) {
   const std::size_t copies = sm90::pack_bytes(p, pass);
-  return copies == 0 ? 0
-                     : copies + kernel_workspace_size(sm90::packed_problem(p, pass), pass,
-                                                      sm90::packed_columns(p))
-                                    .preferred;
+  return copies == 0
+             ? 0
+             : copies + kernel_workspace_size(sm90::packed_problem(p, pass), pass).preferred;
 }
 
 WorkspaceSize workspace_size(const Problem& p, Pass pass) {
-  const WorkspaceSize size = kernel_workspace_size(p, pass, own_columns(p));
+  const WorkspaceSize size = kernel_workspace_size(p, pass);
   return {size.minimum, std::max(size.preferred, packed_bytes(p, pass))};
 }
 
-Status run_kernels(const Problem& p, Pass pass, const Args& args,
-                   const sm90::GradientColumns& columns) {
-  return pass == Pass::kForward ? sm90::launch_forward(p, args)
-                                : sm90::launch_backward(p, args, columns);
+Status run_kernels(const Problem& p, Pass pass, const Args& args) {
+  return pass == Pass::kForward ? sm90::launch_forward(p, args) : sm90::launch_backward(p, args);
 }
 
 Status run(const Problem& p, Pass pass, const Args& args) {
@@ -110,12 +101,11 @@ Status run(const Problem& p, Pass pass, const Args& args) {
   FG_RETURN_IF_ERROR(guard.status());
   const std::size_t bytes = packed_bytes(p, pass);
   if (bytes == 0 || args.workspace_bytes < bytes) {
-    return run_kernels(p, pass, args, own_columns(p));
+    return run_kernels(p, pass, args);
   }
   Args packed = args;
   FG_RETURN_IF_ERROR(sm90::pack_inputs(p, pass, &packed));
-  FG_RETURN_IF_ERROR(
-      run_kernels(sm90::packed_problem(p, pass), pass, packed, sm90::packed_columns(p)));
+  FG_RETURN_IF_ERROR(run_kernels(sm90::packed_problem(p, pass), pass, packed));
   return sm90::unpack_outputs(p, pass, packed, args);
 }
 
