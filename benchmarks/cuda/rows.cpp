@@ -52,6 +52,9 @@ std::string Row::name() const {
   if (head_dim_v != head_dim) {
     text += "/" + std::to_string(head_dim_v);
   }
+  constexpr const char* kLayouts[] = {
+      "", " heads first", " between others", " key head shared", " offset", " dout shared"};
+  text += kLayouts[static_cast<int>(layout)];
   text += window_right == FG_UNBOUNDED  ? " full "
           : window_left == FG_UNBOUNDED ? " causal "
                                         : " window " + std::to_string(window_left) + ",0 ";
@@ -60,9 +63,7 @@ std::string Row::name() const {
   if (heads_q != heads_kv) {
     text += " GQA " + std::to_string(heads_q) + "/" + std::to_string(heads_kv);
   }
-  constexpr const char* kLayouts[] = {
-      "", " heads first", " between others", " key head shared", " offset", " dout shared"};
-  return text + (deterministic ? " deterministic" : "") + kLayouts[static_cast<int>(layout)];
+  return text + (deterministic ? " deterministic" : "");
 }
 
 double Row::pairs() const {
