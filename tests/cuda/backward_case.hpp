@@ -32,13 +32,6 @@ inline const BandMask kCausal{kUnbounded, 0, Alignment::kBottomRight};
 Problem problem(DType dtype, std::int64_t batch, std::int64_t sq, std::int64_t skv, std::int64_t hq,
                 std::int64_t hkv, std::int64_t d, std::int64_t dv);
 
-// Says of the problem what its strides are, as validation does: with room in the workspace all of
-// its tensors are copied.
-inline void make_unaligned(Problem& p) {
-  p.unaligned_q = p.unaligned_k = p.unaligned_v = p.unaligned_out = p.unaligned_dout = true;
-  p.unaligned_dq = p.unaligned_dk = p.unaligned_dv = true;
-}
-
 std::vector<Case> cases();
 std::vector<Case> short_cases();
 

@@ -58,6 +58,12 @@ HostLines make_lines(Case* c) {
   args.seqused_q = c->seqused_q.data();
   args.seqused_kv = c->seqused_kv.data();
   args.q_offset = c->q_offset.data();
+  const auto is_unaligned = [c](std::int64_t columns) {
+    return (columns + c->head_pad) % 8 != 0 || c->row_pad % 8 != 0;
+  };
+  p.unaligned_q = p.unaligned_k = p.unaligned_dq = p.unaligned_dk = is_unaligned(p.head_dim);
+  p.unaligned_v = p.unaligned_out = p.unaligned_dv = is_unaligned(p.head_dim_v);
+  p.unaligned_dout = p.has_dout && (c->stride0 || p.unaligned_out);
   const std::int64_t entries = p.packed ? 1 : p.batch;
   lines.q = empty_lines(entries, p.seqlen_q);
   lines.kv = empty_lines(entries, p.seqlen_kv);

@@ -40,7 +40,7 @@ struct HostLines {
   std::vector<std::int32_t> cu_q, cu_kv;
 };
 
-// Completes the problem of `c` with what follows from its lengths.
+// Completes the problem of `c` with what follows from its lengths and strides.
 HostLines make_lines(Case* c);
 
 }  // namespace flashgrad

@@ -68,11 +68,6 @@ std::vector<Case> short_cases() {
       c.p.softcap = 15;
     }
     table.add("odd strides", problem(kB, 1, 150, 150, 1, 1, d, dv), kCausal).head_pad = 3;
-    {
-      Case& c = table.add("odd strides copied", problem(kB, 1, 150, 150, 1, 1, d, dv), kCausal);
-      c.head_pad = 3;
-      make_unaligned(c.p);
-    }
     table.add("odd widths", problem(kB, 1, 150, 150, 2, 1, d - 1, dv - 3), kCausal);
     if (d > 128) {
       // Passes over the keys, which carry sums of dq.

@@ -48,7 +48,9 @@ Problem make_problem(const Kernel& kernel, const Case& c) {
   p.mask = c.mask;
   p.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : c.scale;
   p.softcap = c.softcap;
-  p.unaligned_q = p.unaligned_k = p.unaligned_v = p.unaligned_out = c.odd_strides;
+  const int gap = c.odd_strides ? kOddGap : 0;
+  p.unaligned_q = p.unaligned_k = (p.head_dim + gap) % 8 != 0;
+  p.unaligned_v = p.unaligned_out = (p.head_dim_v + gap) % 8 != 0;
   return p;
 }
 
@@ -148,7 +150,7 @@ HostTensor ForwardCall::make_tensor(std::int64_t rows, std::int64_t heads, std::
   t.rows = rows;
   t.heads = heads;
   t.columns = columns;
-  const std::int64_t width = columns + (spec.odd_strides ? 3 : 0);
+  const std::int64_t width = columns + (spec.odd_strides ? kOddGap : 0);
   t.on_device.dtype = problem.dtype;
   t.on_device.head_stride = spec.heads_outside ? width * rows : width;
   t.on_device.row_stride = spec.heads_outside ? width : width * heads;

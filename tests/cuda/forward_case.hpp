@@ -10,6 +10,9 @@
 
 namespace flashgrad {
 
+// Elements behind each vector of columns in cases with odd strides.
+inline constexpr int kOddGap = 3;
+
 enum class Poison {
   kNone,
   kUnread,  // NaN and Inf in every query, key and value that no sequence uses or no row sees
@@ -31,7 +34,7 @@ struct Case {
   bool sinks = false;
   bool lse = true;
   bool heads_outside = false;  // (batch, heads, rows, dim) in memory
-  bool odd_strides = false;    // nothing is a multiple of 16 bytes
+  bool odd_strides = false;    // nothing is a multiple of 16 bytes, unless narrower by kOddGap
   bool least_workspace = false;
   // The workspace is as it was allocated, so that initcheck sees what is read before it is written.
   bool unwritten_workspace = false;

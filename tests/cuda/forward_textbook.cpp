@@ -110,7 +110,7 @@ void compare_row(const ForwardCall& call, const Sequence& s, std::int64_t i, std
 // Whether rows that no sequence uses are other than 0 (lse: -inf), or gaps were written.
 bool wrong_outside(const ForwardCall& call) {
   const HostTensor& out = call.out;
-  const std::int64_t width = out.columns + (call.spec.odd_strides ? 3 : 0);
+  const std::int64_t width = out.columns + (call.spec.odd_strides ? kOddGap : 0);
   for (std::int64_t i = 0; i < out.entries * out.rows; ++i) {
     const bool used = call.row_used[static_cast<std::size_t>(i)] != 0;
     for (std::int64_t h = 0; h < out.heads; ++h) {

@@ -43,7 +43,6 @@ struct Copy {
   std::int64_t inner_stride;
   std::int64_t middle_stride;
   std::int64_t outer_stride;
-  bool is_dense;  // a vector of the caller's begins where the one before it ends
   // The bytes of the caller's tensor, and whether pieces that it touches may lie partly outside:
   // nothing is read there.
   std::uintptr_t begin;
@@ -94,7 +93,6 @@ struct Piece {
   uint4 low, high;             // the aligned 16 bytes in which its elements begin, and the next
   unsigned skipped;            // bytes of `low` before its first element
   std::uint16_t* destination;  // of its vector
-  bool is_first, is_last;      // of a row of vectors, of which the caller's may be dense
 };
 
 // A vector of the caller's tensor, and its place in the copy.
@@ -149,8 +147,6 @@ __device__ __forceinline__ Piece piece_to_pack(const Copy& copy, const Place& pl
 __device__ __forceinline__ Piece piece_to_unpack(const Copy& copy, const Place& place, int number) {
   Piece piece;
   piece.destination = place.strided;
-  piece.is_first = place.inner == 0;
-  piece.is_last = place.inner + 1 == copy.inner;
   const int before = elements_before(place.strided);
   piece.skipped = static_cast<unsigned>(-2 * before) % 16;
   const auto* const source = reinterpret_cast<const uint4*>(place.compact);
@@ -163,27 +159,6 @@ __device__ __forceinline__ Piece piece_to_unpack(const Copy& copy, const Place& 
     piece.high = __ldg(source + number);
   }
   return piece;
-}
-
-// Writes piece `x` of a vector of the copy at `compact`. Where the caller's vectors are dense, the
-// last piece of one has the begin of the next in it: memory takes half a sector for a whole one.
-__device__ __forceinline__ void store_unpacked(const Copy& copy, const Piece& piece, uint4 x,
-                                               const std::uint16_t* compact, int number) {
-  const int column = number * kPieceElements - elements_before(piece.destination);
-  const int left = copy.columns - column;
-  if (left <= 0 || (column < 0 && copy.is_dense && !piece.is_first)) {
-    return;
-  }
-  if (left < kPieceElements && copy.is_dense && !piece.is_last) {
-    const uint4 next = __ldg(reinterpret_cast<const uint4*>(compact + copy.padded));
-    const uint4 y = shift_pieces(make_uint4(0, 0, 0, 0), next,
-                                 2 * static_cast<unsigned>(kPieceElements - left));
-    x = make_uint4((x.x & kept_bits(0, left)) | y.x, (x.y & kept_bits(1, left)) | y.y,
-                   (x.z & kept_bits(2, left)) | y.z, (x.w & kept_bits(3, left)) | y.w);
-    *reinterpret_cast<uint4*>(piece.destination + column) = x;
-    return;
-  }
-  store_piece(piece.destination + column, x, column, copy.columns);
 }
 
 // A thread copies the same piece of several vectors; what is loaded and stored are whole pieces of
@@ -220,7 +195,6 @@ __global__ void __launch_bounds__(kThreads, 3) copy_kernel(const __grid_constant
 #pragma unroll 1
   for (; left > 0; left -= kPiecesAtATime * step) {
     Piece pieces[kPiecesAtATime];
-    const std::uint16_t* compact = place.compact;
 #pragma unroll
     for (int i = 0; i < kPiecesAtATime; ++i) {
       if (left > i * step) {
@@ -233,13 +207,15 @@ __global__ void __launch_bounds__(kThreads, 3) copy_kernel(const __grid_constant
     for (int i = 0; i < kPiecesAtATime; ++i) {
       if (left > i * step) {
         const Piece& piece = pieces[i];
-        const std::uint16_t* const vector_of_copy = compact + i * step * copy.padded;
         uint4 x = shift_pieces(piece.low, piece.high, piece.skipped);
         if constexpr (kPacks) {
           x = make_uint4(x.x & mask.x, x.y & mask.y, x.z & mask.z, x.w & mask.w);
           reinterpret_cast<uint4*>(piece.destination)[number] = x;
         } else {
-          store_unpacked(copy, piece, x, vector_of_copy, number);
+          const int column = number * kPieceElements - elements_before(piece.destination);
+          if (column < copy.columns) {
+            store_piece(piece.destination + column, x, column, copy.columns);
+          }
         }
       }
     }
@@ -284,40 +260,64 @@ struct Candidate {
   }
 };
 
-// `unaligned`: by its strides. Gradients in f32 are written element by element, so only their width
-// counts.
-Candidate candidate(Tensor Args::*tensor, bool given, bool unaligned, DType dtype,
-                    const cuda::Extents& extents, std::int64_t width) {
-  const bool needs_copy =
-      extents.columns % kPieceElements != 0 || (unaligned && dtype != DType::kF32);
-  return {tensor, given && needs_copy, dtype, extents, width};
+// Whether a tensor of 16-bit elements is unaligned.
+bool has_unaligned(const Problem& p) {
+  const auto is_slow = [&p](bool unaligned, DType dtype) { return unaligned && dtype == p.dtype; };
+  return p.unaligned_q || p.unaligned_k || p.unaligned_v || p.unaligned_out || p.unaligned_dout ||
+         is_slow(p.unaligned_dq, p.dq_dtype) || is_slow(p.unaligned_dk, p.dk_dtype) ||
+         is_slow(p.unaligned_dv, p.dv_dtype);
 }
 
-using Candidates = std::array<Candidate, kMaxCopies>;
+// Head dims that are padded to a multiple of 8, of all tensors that have them. The forward reads
+// and, if the copy engine can, writes aligned rows of any width; the backward is fast only with
+// whole pieces, but where no tensor is unaligned that does not pay for copies of all.
+struct Padding {
+  bool head_dim;
+  bool head_dim_v;
+};
+Padding padding(const Problem& p, Pass pass) {
+  return pass == Pass::kForward ? Padding{false, p.unaligned_out}
+                                : Padding{has_unaligned(p), has_unaligned(p)};
+}
 
-Candidates inputs(const Problem& p, Pass pass) {
+std::array<Candidate, kMaxCopies> inputs(const Problem& p, Pass pass) {
+  const Padding pads = padding(p, pass);
+  const Problem to = packed_problem(p, pass);
   const bool gives_dout = pass == Pass::kBackward && p.has_dout;
+  const auto candidate = [&](Tensor Args::*tensor, bool unaligned, const cuda::Extents& extents,
+                             bool is_padded, std::int64_t columns) {
+    const bool needs_copy = unaligned || (is_padded && extents.columns % kPieceElements != 0);
+    return Candidate{tensor, needs_copy, p.dtype, extents, padded(columns)};
+  };
   const cuda::Extents out = cuda::out_extents(p);
-  const Problem to = packed_problem(p, pass);
-  return {candidate(&Args::q, true, p.unaligned_q, p.dtype, cuda::q_extents(p), to.head_dim),
-          candidate(&Args::k, true, p.unaligned_k, p.dtype, cuda::k_extents(p), to.head_dim),
-          candidate(&Args::v, true, p.unaligned_v, p.dtype, cuda::v_extents(p), to.head_dim_v),
-          candidate(&Args::out, gives_dout, p.unaligned_out, p.dtype, out, to.head_dim_v),
-          candidate(&Args::dout, gives_dout, p.unaligned_dout, p.dtype, out, to.head_dim_v)};
+  return {candidate(&Args::q, p.unaligned_q, cuda::q_extents(p), pads.head_dim, to.head_dim),
+          candidate(&Args::k, p.unaligned_k, cuda::k_extents(p), pads.head_dim, to.head_dim),
+          candidate(&Args::v, p.unaligned_v, cuda::v_extents(p), pads.head_dim_v, to.head_dim_v),
+          candidate(&Args::out, gives_dout && p.unaligned_out, out, gives_dout && pads.head_dim_v,
+                    to.head_dim_v),
+          candidate(&Args::dout, gives_dout && p.unaligned_dout, out, gives_dout && pads.head_dim_v,
+                    to.head_dim_v)};
 }
 
-Candidates outputs(const Problem& p, Pass pass) {
-  const bool backward = pass == Pass::kBackward;
+std::array<Candidate, 4> outputs(const Problem& p, Pass pass) {
+  const Padding pads = padding(p, pass);
   const Problem to = packed_problem(p, pass);
+  const bool backward = pass == Pass::kBackward;
+  // Gradients in f32 are written element by element anyway.
+  const auto candidate = [&](Tensor Args::*tensor, bool wanted, bool unaligned, DType dtype,
+                             const cuda::Extents& extents, bool is_padded, std::int64_t columns) {
+    const bool needs_copy =
+        (unaligned && dtype == p.dtype) || (is_padded && extents.columns % kPieceElements != 0);
+    return Candidate{tensor, wanted && needs_copy, dtype, extents, padded(columns)};
+  };
   return {candidate(&Args::out, !backward, p.unaligned_out, p.dtype, cuda::out_extents(p),
-                    to.head_dim_v),
+                    pads.head_dim_v, to.head_dim_v),
           candidate(&Args::dq, backward && p.wants_dq, p.unaligned_dq, p.dq_dtype,
-                    cuda::q_extents(p), to.head_dim),
+                    cuda::q_extents(p), pads.head_dim, to.head_dim),
           candidate(&Args::dk, backward && p.wants_dk, p.unaligned_dk, p.dk_dtype,
-                    cuda::k_extents(p), to.head_dim),
+                    cuda::k_extents(p), pads.head_dim, to.head_dim),
           candidate(&Args::dv, backward && p.wants_dv, p.unaligned_dv, p.dv_dtype,
-                    cuda::v_extents(p), to.head_dim_v),
-          Candidate{}};
+                    cuda::v_extents(p), pads.head_dim_v, to.head_dim_v)};
 }
 
 // Between `tensor` and `compact`, whichever way.
@@ -343,7 +343,6 @@ Copy make_copy(const Candidate& candidate, const Tensor& tensor, const Tensor& c
   copy.outer_stride = halves * tensor.batch_stride;
   copy.columns = static_cast<int>(halves * e.columns);
   copy.padded = static_cast<int>(halves * candidate.width);
-  copy.is_dense = copy.inner_stride == copy.columns && copy.columns >= kPieceElements;
   copy.begin = reinterpret_cast<std::uintptr_t>(tensor.data);
   copy.end = copy.begin + static_cast<std::uintptr_t>(copy.is_one_element ? 2 : 2 * copy.columns);
   for (const auto& [extent, stride] : {std::pair{inner, copy.inner_stride},
@@ -387,11 +386,12 @@ Status launch_copies(const Copies& copies, void* stream) {
 
 Problem packed_problem(const Problem& problem, Pass pass) {
   Problem p = problem;
-  p.head_dim = padded(p.head_dim);
-  p.head_dim_v = padded(p.head_dim_v);
-  if (pass == Pass::kBackward && problem.head_dim % kPieceElements != 0) {
+  const Padding pads = padding(problem, pass);
+  p.head_dim = pads.head_dim ? padded(p.head_dim) : p.head_dim;
+  p.head_dim_v = pads.head_dim_v ? padded(p.head_dim_v) : p.head_dim_v;
+  if (pads.head_dim && problem.head_dim % kPieceElements != 0) {
     // dq is written faster in rows as wide as the kernel's (bwd_plan.hpp), if not half of them
-    // would be zeros.
+    // would be zeros. H200, head dim 100, causal 4k, TFLOP/s: 366 with 104 columns, 385 with 128.
     const int variant = find_variant(p, p.deterministic);
     const std::int64_t width = variant < 0 ? 0 : kBwdConfigs[variant].head_dim;
     p.head_dim = 2 * p.head_dim > width ? std::max(p.head_dim, width) : p.head_dim;

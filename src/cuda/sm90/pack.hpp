@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors that the kernels are slow with, because the copy engine cannot address them or because
-// their rows are no whole pieces of 16 bytes: with room in the workspace a call works on copies
-// whose rows are compact and whose head dims are padded with zeros to multiples of 8. Inputs are
-// copied before the kernels run, outputs after them, each side in one launch. Without that room the
-// kernels read and write such tensors element by element.
+// Tensors that the copy engine cannot address (odd strides, columns that are not adjacent): with
+// room in the workspace a call works on copies whose vectors are aligned and, where that is faster,
+// padded with zeros. Inputs are copied before the kernels run, outputs after them, each side in one
+// launch. Without that room the kernels read and write such tensors element by element.
 #pragma once
 
 #include "core/problem.hpp"
 
 namespace flashgrad::sm90 {
 
-// What the kernels are asked where a call works on copies: padded head dims, nothing unaligned.
+// What the kernels are asked where a call works on copies: nothing is unaligned.
 Problem packed_problem(const Problem& problem, Pass pass);
 
 // What a call with the most workspace takes for copies, by what the problem says of shapes and
