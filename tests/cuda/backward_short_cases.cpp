@@ -81,8 +81,8 @@ std::vector<Case> short_cases() {
       continue;
     }
     // Sequences that fit one CTA (bwd_short.cuh), in each of its sizes.
-    for (const std::int64_t n : {30, 60, 120, 200}) {
-      if (d > 64 && n > 128) {
+    for (const std::int64_t n : {30, 60, 120}) {
+      if (d > 64 && n > 64) {
         continue;
       }
       table.add("one CTA", problem(kB, 1, n, n, 4, 2, d, dv), kCausal).plus_inf = true;

@@ -98,8 +98,8 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// PTX ISA, "cp.async": 16 bytes of global memory into shared memory, of which `bytes` are read and the
-// others become 0. Both addresses are multiples of 16. Completion by wait_async_copies.
+// PTX ISA, "cp.async": 16 bytes of global memory into shared memory, of which `bytes` are read and
+// the others become 0. Both addresses are multiples of 16. Completion by wait_async_copies.
 __device__ __forceinline__ void async_copy_16(std::uint32_t destination, const void* source,
                                               std::uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Implements bwd_short.hpp.
-#include "cuda/sm90/bwd_short.hpp"
-
 #include <algorithm>
 
 #include "cuda/common/launch.hpp"
 #include "cuda/sm90/bwd_arguments.hpp"
 #include "cuda/sm90/bwd_short.cuh"
+#include "cuda/sm90/bwd_short.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -40,14 +39,12 @@ Status launch_kernel(const BwdShortParams& params, void* stream) {
 template <class T>
 Status launch_size(const ShortSize& size, const BwdShortParams& params, void* stream) {
   if (size.head_dim == 64) {
-    return size.keys == 32    ? launch_kernel<T, 64, 32>(params, stream)
-           : size.keys == 64  ? launch_kernel<T, 64, 64>(params, stream)
-           : size.keys == 128 ? launch_kernel<T, 64, 128>(params, stream)
-                              : launch_kernel<T, 64, 256>(params, stream);
+    return size.keys == 32   ? launch_kernel<T, 64, 32>(params, stream)
+           : size.keys == 64 ? launch_kernel<T, 64, 64>(params, stream)
+                             : launch_kernel<T, 64, 128>(params, stream);
   }
-  return size.keys == 32   ? launch_kernel<T, 128, 32>(params, stream)
-         : size.keys == 64 ? launch_kernel<T, 128, 64>(params, stream)
-                           : launch_kernel<T, 128, 128>(params, stream);
+  return size.keys == 32 ? launch_kernel<T, 128, 32>(params, stream)
+                         : launch_kernel<T, 128, 64>(params, stream);
 }
 
 }  // namespace

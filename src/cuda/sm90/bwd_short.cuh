@@ -17,117 +17,26 @@
 // | dV, dK    | kSplit for 16 keys, each its part of the columns      |
 // | dQ        | kDqWarps for 16 rows, each its part of the columns    |
 //
-// Where a warp has all rows of its keys, P^T and dS^T are left operands of (4) as they come; else they,
-// and for (5) dS^T, go through shared memory. There are K, V (kKeys rows), Q, dO (kQueries), then dS^T
-// and, if kept, P^T (kKeys rows of kQueries), and dQ on its way out, all of them over the block's out;
-// the rows' statistics; where the sequence lies. Between barriers: delta, S, dP | P, dS, (4) | (5) | dQ
-// out. Last dK and dV go out through K and V.
+// Where a warp has all rows of its keys, P^T and dS^T are left operands of (4) as they come; else
+// they, and for (5) dS^T, go through shared memory. There are K, V (kKeys rows), Q, dO (kQueries),
+// then dS^T and, if kept, P^T (kKeys rows of kQueries), and dQ on its way out, all of them over the
+// block's out; the rows' statistics; where the sequence lies. Between barriers: delta, S, dP | P,
+// dS, (4) | (5) | dQ out. Last dK and dV go out through K and V.
 //
-// A product of tiles multiplies what the band hides by 0, and 0 * NaN is NaN. Any NaN or infinity in
-// K, Q or dO makes a NaN or an infinity of S or dP, whether it is visible or not: then the block's (4)
-// and (5) are summed element by element, over the visible pairs alone.
+// A product of tiles multiplies what the band hides by 0, and 0 * NaN is NaN. Any NaN or infinity
+// in K, Q or dO makes a NaN or an infinity of S or dP, whether it is visible or not: then the
+// block's (4) and (5) are summed element by element, over the visible pairs alone.
 //
-// Where sequences are shortest the instructions of a CTA bind, not the memory. So what all its threads
-// would compute alike is computed once, by the first warp; it is looked up in shared memory.
+// Where sequences are shortest the instructions of a CTA bind, not the memory. So what all its
+// threads would compute alike is computed once, by the first warp; it is looked up in shared
+// memory.
 #pragma once
 
 #include "cuda/sm90/bwd_rows.cuh"
+#include "cuda/sm90/bwd_short_shape.cuh"
 #include "cuda/sm90/bwd_store.cuh"
-#include "cuda/sm90/params.hpp"
-#include "cuda/sm90/short_tile.cuh"
 
 namespace flashgrad::sm90 {
-
-// The tensors by number; of each, a bit of BwdShortParams::wide.
-enum ShortTensor : int { kK, kV, kQ, kDout, kOut, kDk, kDv, kDq, kLse, kDlse, kNumTensors };
-
-struct BwdShortParams {
-  Sequences sequences;
-  std::int64_t heads_kv;
-  int group;  // query heads per key head
-  int head_dim;
-  int head_dim_v;
-  // Of any strides. Null: dout and dlse are 0, gradients are not wanted. lse and dlse are f32
-  // (batch, heads_q, seqlen_q).
-  Tensor tensors[kNumTensors];
-  std::uint32_t wide;    // ShortRows::wide; of a gradient also: columns are a multiple of 8
-  const float* sinks;    // (heads_q), or null
-  float* dsink_partial;  // (heads_q, batch), or null: not wanted
-  Scales scales;
-  bool softcap;
-  // Sequences with more rows or keys in use are left to others, who have been there.
-  int most_rows;
-  int most_keys;
-};
-
-// CTAs that write the zeros of a packed batch's rows outside of all sequences.
-inline constexpr int kOutsideCtas = 64;
-
-// Tiles and layout for sequences of at most kKeysOf keys.
-template <int kHeadDimOf, int kKeysOf>
-struct BwdShortShape {
-  static constexpr int kHeadDim = kHeadDimOf;
-  static constexpr int kKeys = kKeysOf;
-  static constexpr int kQueries = 32;                      // of a block
-  static constexpr int kSplit = kHeadDim == 64 ? 1 : 2;  // warps for 16 keys
-  static constexpr int kWarps = kKeys / 16 * kSplit;
-  static constexpr int kThreads = 32 * kWarps;
-  // P^T goes through shared memory, since a warp does not have all rows of its keys.
-  static constexpr bool keeps_p() { return kSplit > 1; }
-  // 16 x 8 tiles of a warp's part of S^T, of dK and dV, of dQ.
-  static constexpr int kSTiles = kQueries / 8 / kSplit;
-  static constexpr int kDkTiles = kHeadDim / 8 / kSplit;
-  static constexpr int kRowTiles = kQueries / 16;
-  static constexpr int kDqWarps =
-      kWarps / kRowTiles < kHeadDim / 16 ? kWarps / kRowTiles : kHeadDim / 16;
-  static constexpr int kDqTiles = kHeadDim / 8 / kDqWarps < 4 ? kHeadDim / 8 / kDqWarps : 4;
-  static constexpr int kDqParts = kHeadDim / 8 / kDqWarps / kDqTiles;  // one after the other
-  // CTAs of an SM.
-  static constexpr int kResident = kHeadDim == 64 ? 256 / kKeys
-                                                  : (kKeys == 32 ? 4 : kKeys == 64 ? 2 : 1);
-
-  using Tile = ShortTile<kHeadDim>;
-  using Square = ShortTile<kQueries>;  // P^T, dS^T
-  static constexpr int kKvBytes = kKeys * Tile::kRowBytes;
-  static constexpr int kQBytes = kQueries * Tile::kRowBytes;
-  static constexpr int kSquareBytes = kKeys * Square::kRowBytes;
-  // Offsets in shared memory, of K from 0 on.
-  static constexpr int kVAt = kKvBytes;
-  static constexpr int kQAt = 2 * kKvBytes;
-  static constexpr int kDoutAt = kQAt + kQBytes;
-  static constexpr int kOutAt = kDoutAt + kQBytes;
-  static constexpr int kDsAt = kOutAt;
-  static constexpr int kPAt = kDsAt + kSquareBytes;
-  static constexpr int kDqAt = keeps_p() ? kPAt + kSquareBytes : kPAt;
-  static constexpr int kRowsAt =
-      kDqAt + (!keeps_p() && kSquareBytes > kQBytes ? kSquareBytes : kQBytes);
-  static constexpr int kSequenceAt = kRowsAt + kQueries * 12;
-  static constexpr int kSharedBytes = kSequenceAt + 8 * kNumTensors + 48;
-  static_assert(kWarps >= 2 && kWarps >= kRowTiles && kDqTiles % 2 == 0 && kSequenceAt % 8 == 0 &&
-                kSharedBytes <= 227 * 1024);
-};
-
-// What the rows of a block are to the keys, in shared memory.
-template <int kQueries>
-struct ShortRowStatistics {
-  float neg_lse_log2[kQueries];  // -lse * log2(e)
-  float neg_delta[kQueries];     // dlse - delta
-  std::uint32_t keys[kQueries];  // the first key that the row sees, and how many << 16; 0: not read
-};
-
-// The sequence of a CTA, in shared memory; numbers of its rows and keys count from its first.
-struct ShortSequence {
-  char* first[kNumTensors];  // of each tensor the first row, of the group's first head
-  int rows;                  // in use
-  int keys;                  // likewise, at most kKeys
-  int all_rows;              // with those not in use
-  int all_keys;
-  int live_begin, live_end;  // the rows that see a key
-  int keys_begin, keys_end;  // the keys that a row sees
-  int lo, hi;                // row i sees key j iff i + lo <= j <= i + hi, if both are in use
-  bool served;
-};
-static_assert(sizeof(ShortSequence) <= 8 * kNumTensors + 48);
 
 __device__ __forceinline__ bool sees_key(std::uint32_t keys, int key) {
   return static_cast<std::uint32_t>(key) - (keys & 0xffffU) < keys >> 16;
@@ -197,8 +106,9 @@ struct BwdShort {
   __device__ __forceinline__ ShortRows rows_of(int t, int row, int head) const {
     const Tensor& tensor = p.tensors[t];
     auto* const first = reinterpret_cast<std::uint16_t*>(sequence.first[t]);
-    return {first != nullptr ? first + row * tensor.row_stride + head * tensor.head_stride : nullptr,
-            tensor.row_stride, tensor.dim_stride, columns_of(t), (p.wide >> t & 1U) != 0};
+    return {
+        first != nullptr ? first + row * tensor.row_stride + head * tensor.head_stride : nullptr,
+        tensor.row_stride, tensor.dim_stride, columns_of(t), (p.wide >> t & 1U) != 0};
   }
   __device__ __forceinline__ int columns_of(int t) const {
     constexpr std::uint32_t kOfV = 1U << kV | 1U << kOut | 1U << kDout | 1U << kDv;
@@ -209,10 +119,11 @@ struct BwdShort {
   __device__ __forceinline__ ShortSteps q_steps(int block, int key) const {
     const int last_key = min(key + 15, sequence.keys - 1);
     const int first = max(key - sequence.hi, block);
-    const int last = min(min(last_key - sequence.lo, sequence.rows - 1),
-                         block + Shape::kQueries - 1);
-    return key > last_key || first > last ? ShortSteps{0, 0}
-                                          : ShortSteps{(first - block) / 16, (last - block) / 16 + 1};
+    const int last =
+        min(min(last_key - sequence.lo, sequence.rows - 1), block + Shape::kQueries - 1);
+    return key > last_key || first > last
+               ? ShortSteps{0, 0}
+               : ShortSteps{(first - block) / 16, (last - block) / 16 + 1};
   }
   // The steps of keys that rows [row, row + 16) see.
   __device__ __forceinline__ ShortSteps k_steps(int row) const {
@@ -223,12 +134,13 @@ struct BwdShort {
                                           : ShortSteps{first / 16, last / 16 + 1};
   }
 
-  // Rows of a block that a lane speaks for, in the first kRowTiles warps: this one and 8 further down.
-  // Those are the lanes that get the diagonals of products of 8 x 8 elements.
+  // Rows of a block that a lane speaks for, in the first kRowTiles warps: this one and 8 further
+  // down. Those are the lanes that get the diagonals of products of 8 x 8 elements.
   __device__ static __forceinline__ int first_own_row() {
     const int thread = ptx::thread_index();
     const int lane = thread % 32;
-    return thread < 32 * Shape::kRowTiles && lane % 4 == lane / 8 ? thread / 32 * 16 + lane / 4 : -1;
+    return thread < 32 * Shape::kRowTiles && lane % 4 == lane / 8 ? thread / 32 * 16 + lane / 4
+                                                                  : -1;
   }
 
   // lse, or dlse, of the lane's rows; `otherwise` where there is none.
@@ -255,10 +167,10 @@ struct BwdShort {
     }
     const int lane = thread % 32;
     const std::uint32_t row_tile = Tile::offset(thread / 32 * 16, 0);
-    const std::uint32_t dout = shared + Shape::kDoutAt + row_tile +
-                               left_operand<Shape::kHeadDim, false>(lane);
-    const std::uint32_t out = shared + Shape::kOutAt + row_tile +
-                              right_operand<Shape::kHeadDim, false>(lane);
+    const std::uint32_t dout =
+        shared + Shape::kDoutAt + row_tile + left_operand<Shape::kHeadDim, false>(lane);
+    const std::uint32_t out =
+        shared + Shape::kOutAt + row_tile + right_operand<Shape::kHeadDim, false>(lane);
     float products[2][4] = {};
 #pragma unroll 2
     for (int k = 0; k < (p.head_dim_v + 15) / 16; ++k) {
@@ -297,8 +209,8 @@ struct BwdShort {
     return unread;
   }
 
-  // (2) and (3) of the lane's elements, packed as the left operand of (4) has them: of tile n of S^T
-  // pair h is that of rows lane / 4 + 8 h.
+  // (2) and (3) of the lane's elements, packed as the left operand of (4) has them: of tile n of
+  // S^T pair h is that of rows lane / 4 + 8 h.
   template <bool kSoftcap>
   __device__ __forceinline__ void make_p_and_ds(const float (&s)[Shape::kSTiles][4],
                                                 const float (&dp)[Shape::kSTiles][4],
@@ -336,9 +248,8 @@ struct BwdShort {
   __device__ __forceinline__ void store_square(
       int square, const std::uint32_t (&pairs)[Shape::kSTiles][2]) const {
     const auto [lane, key, part_of_rows] = part();
-    const std::uint32_t address =
-        square_at(square, key + lane / 4,
-                  part_of_rows * (Shape::kQueries / Shape::kSplit) + lane % 4 * 2);
+    const std::uint32_t address = square_at(
+        square, key + lane / 4, part_of_rows * (Shape::kQueries / Shape::kSplit) + lane % 4 * 2);
 #pragma unroll
     for (int n = 0; n < Shape::kSTiles; ++n) {
 #pragma unroll
@@ -436,8 +347,8 @@ struct BwdShort {
             16 * Square::kRowBytes};
         const ShortOperand b{tile_at(0, 0, column) + right_operand<Shape::kHeadDim, true>(lane),
                              kRightRows};
-        multiply_short<T, true, true, kRightKv, Shape::kKeys / 16>(
-            dq, a, b, steps, (p.head_dim - column + 7) / 8);
+        multiply_short<T, true, true, kRightKv, Shape::kKeys / 16>(dq, a, b, steps,
+                                                                   (p.head_dim - column + 7) / 8);
       }
       const Tensor& t = p.tensors[kDq];
       if (t.dtype == DType::kF32) {
@@ -481,8 +392,8 @@ struct BwdShort {
     const auto [lane, key, part_of_rows] = part();
     const int s_row = part_of_rows * (Shape::kQueries / Shape::kSplit);
     const ShortSteps steps = q_steps(block, key);
-    const bool hidden = 16 * steps.last <= s_row ||
-                        16 * steps.first >= s_row + Shape::kQueries / Shape::kSplit;
+    const bool hidden =
+        16 * steps.last <= s_row || 16 * steps.first >= s_row + Shape::kQueries / Shape::kSplit;
     float s[Shape::kSTiles][4] = {};
     float dp[Shape::kSTiles][4] = {};
     float nan = 0;
@@ -490,8 +401,8 @@ struct BwdShort {
       const auto product = [&](float(&c)[Shape::kSTiles][4], int left, int right, int columns) {
         const ShortOperand a{tile_at(left, key, 0) + left_operand<Shape::kHeadDim, false>(lane),
                              32};
-        const ShortOperand b{
-            tile_at(right, s_row, 0) + right_operand<Shape::kHeadDim, false>(lane), 32};
+        const ShortOperand b{tile_at(right, s_row, 0) + right_operand<Shape::kHeadDim, false>(lane),
+                             32};
         multiply_short<T, false, false, kRightRows, Shape::kHeadDim / 16>(
             c, a, b, {0, (columns + 15) / 16}, (16 * steps.last - s_row) / 8);
       };
@@ -564,9 +475,8 @@ struct BwdShort {
       return;
     }
     if (tensor.dtype == DType::kF32) {
-      store_short_f32(reinterpret_cast<float*>(sequence.first[t]), tensor.row_stride,
-                      columns_of(t), c, factor, key, column, min(sequence.all_keys, Shape::kKeys),
-                      lane);
+      store_short_f32(reinterpret_cast<float*>(sequence.first[t]), tensor.row_stride, columns_of(t),
+                      c, factor, key, column, min(sequence.all_keys, Shape::kKeys), lane);
     } else {
       stage_short<T, Shape::kHeadDim>(tile_at(tile, key, column), c, factor, lane);
     }
@@ -644,11 +554,10 @@ __device__ __forceinline__ void find_sequence(const BwdShortParams& p, const Seq
     const Tensor& t = p.tensors[thread];
     constexpr std::uint32_t kOfKeys = 1U << kK | 1U << kV | 1U << kDk | 1U << kDv;
     const bool of_keys = (kOfKeys >> thread & 1U) != 0;
-    const std::int64_t offset =
-        t.offset(span.batch_index, of_keys ? span.kv.begin : span.q.begin,
-                 of_keys ? head_kv : std::int64_t{head_kv} * p.group);
-    to->first[thread] = t ? static_cast<char*>(t.data) + offset * (t.dtype == DType::kF32 ? 4 : 2)
-                        : nullptr;
+    const std::int64_t offset = t.offset(span.batch_index, of_keys ? span.kv.begin : span.q.begin,
+                                         of_keys ? head_kv : std::int64_t{head_kv} * p.group);
+    to->first[thread] =
+        t ? static_cast<char*>(t.data) + offset * (t.dtype == DType::kF32 ? 4 : 2) : nullptr;
   }
   if (thread == 32) {
     const Band& band = span.band;
@@ -669,8 +578,8 @@ __device__ __forceinline__ void find_sequence(const BwdShortParams& p, const Seq
   }
 }
 
-// Zeros for the gradients of a span's rows from `row` and `key` on, of the heads of one key head or,
-// head_kv = -1, of all.
+// Zeros for the gradients of a span's rows from `row` and `key` on, of the heads of one key head
+// or, head_kv = -1, of all.
 __device__ __forceinline__ void clear_span(const BwdShortParams& p, const SequenceSpan& s,
                                            std::int64_t row, std::int64_t key, std::int64_t head_kv,
                                            std::int64_t warp, std::int64_t num_warps) {

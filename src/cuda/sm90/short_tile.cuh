@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tiles of short sequences, whose kernels multiply with mma.sync: rows of 16-bit elements in shared
-// memory, 16 bytes longer than their columns, so that the 8 rows of a matrix that ldmatrix reads lie
-// in different banks. Loads, products, and the way back to the caller's tensors, by all threads of a
-// CTA or by one warp each. Where tiles are small the instructions around the products bind, so what
-// few calls need (tensors whose rows can't be read 16 bytes at a time) is a loop, apart.
+// memory, 16 bytes longer than their columns, so that the 8 rows of a matrix that ldmatrix reads
+// lie in different banks. Loads, products, and the way back to the caller's tensors, by all threads
+// of a CTA or by one warp each. Where tiles are small the instructions around the products bind, so
+// what few calls need (tensors whose rows can't be read 16 bytes at a time) is a loop, apart.
 #pragma once
 
 #include <cstdint>
@@ -85,8 +85,8 @@ __device__ __forceinline__ void load_short_tile(std::uint32_t tile, const ShortR
 
 // Where a lane reads an operand of 16 x 16 elements with ldmatrix, as an offset from its first
 // element: the left operand as it lies or, kTransposed, from a tile that holds its transpose; the
-// right one (two of 16 x 8 side by side) from a tile that holds its transpose or, kTransposed, as it
-// lies.
+// right one (two of 16 x 8 side by side) from a tile that holds its transpose or, kTransposed, as
+// it lies.
 template <int kColumns, bool kTransposed>
 __device__ __forceinline__ std::uint32_t left_operand(int lane) {
   return kTransposed ? ShortTile<kColumns>::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8)
@@ -120,8 +120,8 @@ struct ShortSteps {
 };
 
 // c += a b, where the lane's part of a is in registers and `right` is where it reads b; of 16 x 8
-// kTiles elements those of tiles from `tiles` on are not wanted. kRightStride: bytes from 16 columns of
-// b to the next 16. In c tile n is as ptx::multiply_16x8 has it.
+// kTiles elements those of tiles from `tiles` on are not wanted. kRightStride: bytes from 16
+// columns of b to the next 16. In c tile n is as ptx::multiply_16x8 has it.
 template <class T, bool kRightTransposed, int kRightStride, int kTiles>
 __device__ __forceinline__ void multiply_step(float (&c)[kTiles][4], const std::uint32_t (&a)[4],
                                               std::uint32_t right, int tiles) {
@@ -137,8 +137,8 @@ __device__ __forceinline__ void multiply_step(float (&c)[kTiles][4], const std::
   }
 }
 
-// The same over `steps`, with a in shared memory. Where all kSteps and all tiles are wanted, mostly,
-// without branches: then ptxas loads ahead.
+// The same over `steps`, with a in shared memory. Where all kSteps and all tiles are wanted,
+// mostly, without branches: then ptxas loads ahead.
 template <class T, bool kLeftTransposed, bool kRightTransposed, int kRightStride, int kSteps,
           int kTiles>
 __device__ __forceinline__ void multiply_short(float (&c)[kTiles][4], const ShortOperand& left,
@@ -223,8 +223,8 @@ __device__ __forceinline__ void store_short_tile(std::uint32_t tile, const Short
   }
 }
 
-// A warp's product times `factor` to rows of f32, of which it begins at (row, column), and rows from
-// `rows` on do not exist.
+// A warp's product times `factor` to rows of f32, of which it begins at (row, column), and rows
+// from `rows` on do not exist.
 template <int kTiles>
 __device__ __forceinline__ void store_short_f32(float* first, std::int64_t row_stride, int columns,
                                                 const float (&c)[kTiles][4], float factor, int row,
