@@ -177,7 +177,10 @@ Status launch_forward(const Problem& p, const Args& args) {
     FG_RETURN_IF_ERROR(map(params.q, cuda::q_extents(p), config.block_m(), kFwdMapQ, &maps.q));
     FG_RETURN_IF_ERROR(map(params.k, cuda::k_extents(p), config.block_n, kFwdMapK, &maps.k));
     FG_RETURN_IF_ERROR(map(params.v, cuda::v_extents(p), config.block_n, kFwdMapV, &maps.v));
-    FG_RETURN_IF_ERROR(map(params.out, cuda::out_extents(p), 16, kFwdMapOut, &maps.out));
+    // The copy engine writes whole pieces of 16 bytes, also what lies behind the last column.
+    if (p.head_dim_v % 8 == 0) {
+      FG_RETURN_IF_ERROR(map(params.out, cuda::out_extents(p), 16, kFwdMapOut, &maps.out));
+    }
   }
   params.next_work = reinterpret_cast<std::uint32_t*>(start + kNextWork);
   auto* const num_packed_tiles = reinterpret_cast<std::uint32_t*>(start + kNumPackedTiles);

@@ -269,15 +269,16 @@ bool has_unaligned(const Problem& p) {
 }
 
 // Head dims that are padded to a multiple of 8, of all tensors that have them. The forward reads
-// and, if the copy engine can, writes aligned rows of any width; the backward is fast only with
-// whole pieces, but where no tensor is unaligned that does not pay for copies of all.
+// aligned rows of any width, but writes only whole pieces fast; so does the backward, but where no
+// tensor is unaligned that does not pay for copies of all.
 struct Padding {
   bool head_dim;
   bool head_dim_v;
 };
 Padding padding(const Problem& p, Pass pass) {
-  return pass == Pass::kForward ? Padding{false, p.unaligned_out}
-                                : Padding{has_unaligned(p), has_unaligned(p)};
+  return pass == Pass::kForward
+             ? Padding{false, p.unaligned_out || p.head_dim_v % kPieceElements != 0}
+             : Padding{has_unaligned(p), has_unaligned(p)};
 }
 
 std::array<Candidate, kMaxCopies> inputs(const Problem& p, Pass pass) {
