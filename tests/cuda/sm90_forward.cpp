@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks the sm90 forward against a float64 textbook on the host: out, lse, zeros, NaN, padding,
-// and the same bits twice. Calls launch_forward itself, so it needs no library and no framework.
+// and the same bits twice and wherever a sequence lies. Calls launch_forward itself, so it needs no
+// library and no framework.
 //   sm90_forward [check|short] [KERNEL...]   cases() or short_cases(); names of kKernels, default:
 //   all
 #include <cuda_runtime.h>
@@ -22,6 +23,7 @@
 #include "cuda/sm90/fwd_launch.hpp"
 #include "cuda/sm90/sm90_backend.hpp"
 #include "forward_case.hpp"
+#include "forward_invariance.hpp"
 
 namespace flashgrad {
 namespace {
@@ -124,8 +126,10 @@ bool run_case(const Kernel& kernel, const Case& c) {
   p.dtype = kernel.dtype;
   p.device_type = DeviceType::kCuda;
   p.batch = packed ? static_cast<int>(c.cu_seqlens_q.size()) - 1 : c.batch;
-  p.seqlen_q = p.max_seqlen_q = c.seqlen_q;
-  p.seqlen_kv = p.max_seqlen_kv = c.seqlen_kv;
+  p.seqlen_q = c.seqlen_q;
+  p.seqlen_kv = c.seqlen_kv;
+  p.max_seqlen_q = c.max_seqlen > 0 ? c.max_seqlen : c.seqlen_q;
+  p.max_seqlen_kv = c.max_seqlen > 0 ? c.max_seqlen : c.seqlen_kv;
   p.heads_q = c.heads_q;
   p.heads_kv = c.heads_kv;
   p.head_dim = head_dim;
@@ -412,6 +416,13 @@ int main(int argc, char** argv) {
       failed += flashgrad::run_case(kernel, c) ? 0 : 1;
       ++count;
       std::fflush(stdout);
+    }
+    if (!is_short) {
+      failed += flashgrad::forward_is_invariant(kernel.name, kernel.dtype, kernel.head_dim,
+                                                kernel.head_dim_v)
+                    ? 0
+                    : 1;
+      ++count;
     }
   }
   std::printf("%d of %d cases failed\n", failed, count);
