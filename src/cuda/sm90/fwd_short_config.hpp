@@ -15,6 +15,8 @@ struct FwdShortConfig {
 
   static constexpr int kBlockM = 64;
   static constexpr int kThreads = 128;
+  static constexpr int kFewRows = 16;
+  static constexpr int kMaxBlocks = 4;  // tiles of a sequence that are described on the host
 
   constexpr const FwdConfig& widths() const { return fwd_config(arithmetic); }
   // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
@@ -28,8 +30,8 @@ struct FwdShortConfig {
   constexpr int tile_offset() const {
     return row_keys_offset() + FwdConfig::kRowKeysBytes * kBlockM;
   }
-  static constexpr int kTileBytes = 232;
-  constexpr int shared_bytes() const { return tile_offset() + kTileBytes; }
+  constexpr int barrier_offset() const { return tile_offset() + FwdConfig::kTileBytes; }
+  constexpr int shared_bytes() const { return barrier_offset() + 3 * 8; }
   // The system takes 1 KB of each CTA's.
   constexpr bool valid() const { return ctas * (shared_bytes() + 1024) <= 228 * 1024; }
 };

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "cuda/common/launch.hpp"
+#include "cuda/common/tensor_map.hpp"
 #include "cuda/sm90/fwd_short.cuh"
 #include "cuda/sm90/fwd_short_launch.hpp"
-#include "cuda/sm90/params.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -22,35 +22,54 @@ int find_variant(const Problem& p) {
   return -1;
 }
 
-std::int64_t num_ctas(const Problem& p) {
-  const std::int64_t blocks =
-      (p.max_seqlen_q + FwdShortConfig::kBlockM - 1) / FwdShortConfig::kBlockM;
-  return p.batch * p.heads_q * blocks + (p.packed ? kFwdShortOutside : 0);
+std::int64_t num_m_blocks(const Problem& p) {
+  return (p.max_seqlen_q + FwdShortConfig::kBlockM - 1) / FwdShortConfig::kBlockM;
+}
+
+std::int64_t num_tiles(const Problem& p) { return p.batch * p.heads_q * num_m_blocks(p); }
+
+// CTAs that clear the rows which belong to no sequence of a packed batch.
+constexpr std::int64_t kOutside = 256;
+
+FwdBlocks key_blocks_of(int block_n, const Band& band, std::int64_t m_begin) {
+  const std::int64_t m_end = std::min(m_begin + FwdShortConfig::kBlockM, band.seqlen_q);
+  switch (block_n) {
+    case 64:
+      return key_blocks<64>(band, m_begin, m_end);
+    case 80:
+      return key_blocks<80>(band, m_begin, m_end);
+    case 96:
+      return key_blocks<96>(band, m_begin, m_end);
+    default:
+      return key_blocks<128>(band, m_begin, m_end);
+  }
 }
 
 template <FwdShortVariant kVariant, class T>
-Status launch_kernel(bool score_function, std::int64_t ctas, const FwdShortParams& params,
-                     void* stream) {
+Status launch_kernel(bool score_function, std::int64_t ctas, const FwdMaps& maps,
+                     const FwdShortParams& params, void* stream) {
   const cuda::LaunchShape shape{.num_ctas = ctas,
                                 .num_threads = FwdShortConfig::kThreads,
                                 .shared_bytes = fwd_short_config(kVariant).shared_bytes()};
-  return score_function
-             ? cuda::launch("sm90 forward", fwd_short<kVariant, true, T>, shape, stream, params)
-             : cuda::launch("sm90 forward", fwd_short<kVariant, false, T>, shape, stream, params);
+  return score_function ? cuda::launch("sm90 forward", fwd_short<kVariant, true, T>, shape, stream,
+                                       maps, params)
+                        : cuda::launch("sm90 forward", fwd_short<kVariant, false, T>, shape, stream,
+                                       maps, params);
 }
 
 template <class T>
-Status launch_kernel(int variant, bool score_function, std::int64_t ctas,
+Status launch_kernel(int variant, bool score_function, std::int64_t ctas, const FwdMaps& maps,
                      const FwdShortParams& params, void* stream) {
   switch (static_cast<FwdShortVariant>(variant)) {
     case FwdShortVariant::kD64Keys64:
-      return launch_kernel<FwdShortVariant::kD64Keys64, T>(score_function, ctas, params, stream);
+      return launch_kernel<FwdShortVariant::kD64Keys64, T>(score_function, ctas, maps, params,
+                                                           stream);
     case FwdShortVariant::kD64:
-      return launch_kernel<FwdShortVariant::kD64, T>(score_function, ctas, params, stream);
+      return launch_kernel<FwdShortVariant::kD64, T>(score_function, ctas, maps, params, stream);
     case FwdShortVariant::kD96:
-      return launch_kernel<FwdShortVariant::kD96, T>(score_function, ctas, params, stream);
+      return launch_kernel<FwdShortVariant::kD96, T>(score_function, ctas, maps, params, stream);
     case FwdShortVariant::kD128:
-      return launch_kernel<FwdShortVariant::kD128, T>(score_function, ctas, params, stream);
+      return launch_kernel<FwdShortVariant::kD128, T>(score_function, ctas, maps, params, stream);
   }
   return {FG_INTERNAL_ERROR, "sm90 forward: no such variant"};
 }
@@ -60,27 +79,48 @@ Status launch_kernel(int variant, bool score_function, std::int64_t ctas,
 bool is_short_forward(const Problem& p) {
   constexpr std::int64_t kMost = 64;
   return find_variant(p) >= 0 && p.max_seqlen_q <= kMost && p.max_seqlen_kv <= kMost &&
-         num_ctas(p) <= INT32_MAX;
+         num_tiles(p) <= INT32_MAX - kOutside;
 }
 
 Status launch_short_forward(const Problem& p, bool score_function, const FwdParams& base,
                             void* stream) {
-  FwdShortParams params{
-      .base = base,
-      .band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv),
-      .same_band = !p.packed && !p.has_seqused_q && !p.has_seqused_kv && !p.has_q_offset};
+  const int variant = find_variant(p);
+  const FwdShortConfig& config = kFwdShortConfigs[variant];
+  const auto blocks = static_cast<std::uint32_t>(num_m_blocks(p));
+  FwdShortParams params{.base = base,
+                        .num_tiles = static_cast<std::uint32_t>(num_tiles(p)),
+                        .heads = Divisor(static_cast<std::uint32_t>(p.heads_q)),
+                        .of_sequence = Divisor(static_cast<std::uint32_t>(p.heads_q) * blocks),
+                        .few_rows = p.packed && std::max(p.max_seqlen_q, p.max_seqlen_kv) <=
+                                                    2 * FwdShortConfig::kFewRows,
+                        .all_equal = !p.packed && !p.has_seqused_q && !p.has_seqused_kv &&
+                                     !p.has_q_offset && blocks <= FwdShortConfig::kMaxBlocks,
+                        .band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv),
+                        .blocks = {}};
   FwdParams& b = params.base;
-  b.num_m_blocks = static_cast<std::uint32_t>((p.max_seqlen_q + FwdShortConfig::kBlockM - 1) /
-                                              FwdShortConfig::kBlockM);
-  b.mapped = 0;
-  for (const auto& [tensor, bit] :
-       {std::pair{&b.q, kFwdMapQ}, std::pair{&b.k, kFwdMapK}, std::pair{&b.v, kFwdMapV}}) {
-    b.mapped |= tensor->dim_stride == 1 && has_aligned_rows(*tensor) ? bit : 0;
+  b.block_m = FwdShortConfig::kBlockM;
+  b.num_m_blocks = blocks;
+  for (std::uint32_t i = 0; params.all_equal && i < blocks; ++i) {
+    params.blocks[i] = key_blocks_of(config.block_n, params.band, FwdShortConfig::kBlockM * i);
+  }
+  FwdMaps maps{};
+  if (p.seqlen_kv > 0 && p.batch > 0) {
+    const auto map = [&](const Tensor& tensor, const cuda::Extents& extents, int rows,
+                         std::uint32_t bit, CUtensorMap* to) {
+      return cuda::make_map(tensor, extents, params.few_rows ? FwdShortConfig::kFewRows : rows,
+                            cuda::MapKind::k4d, bit, to, &b.mapped);
+    };
+    FG_RETURN_IF_ERROR(map(b.q, cuda::q_extents(p), FwdShortConfig::kBlockM, kFwdMapQ, &maps.q));
+    FG_RETURN_IF_ERROR(map(b.k, cuda::k_extents(p), config.block_n, kFwdMapK, &maps.k));
+    FG_RETURN_IF_ERROR(map(b.v, cuda::v_extents(p), config.block_n, kFwdMapV, &maps.v));
   }
   return p.dtype == DType::kBF16
-             ? launch_kernel<__nv_bfloat16>(find_variant(p), score_function, num_ctas(p), params,
+             ? launch_kernel<__nv_bfloat16>(variant, score_function,
+                                            num_tiles(p) + (p.packed ? kOutside : 0), maps, params,
                                             stream)
-             : launch_kernel<__half>(find_variant(p), score_function, num_ctas(p), params, stream);
+             : launch_kernel<__half>(variant, score_function,
+                                     num_tiles(p) + (p.packed ? kOutside : 0), maps, params,
+                                     stream);
 }
 
 }  // namespace flashgrad::sm90

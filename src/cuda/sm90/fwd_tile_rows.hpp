@@ -31,7 +31,7 @@ struct ForwardTiles {
 // How many steps `slots` CTAs take for them at least: for the work of all, or for the most tiles
 // that one CTA must take of the longest.
 inline double forward_makespan(const ForwardTiles& t, int consumers, std::int64_t slots) {
-  const std::int64_t block_m = 64 * consumers;
+  const std::int64_t block_m = std::int64_t{64} * consumers;
   const std::int64_t blocks = (t.band.seqlen_q + block_m - 1) / block_m;
   const std::int64_t tiles = t.units * blocks;
   const auto cost = [&](std::int64_t rank) {
@@ -60,7 +60,7 @@ inline double forward_makespan(const ForwardTiles& t, int consumers, std::int64_
 // Rows of a tile, a multiple of 64: as many as the consumers have, or fewer where tiles are so few
 // that what the longest of them takes matters more than what all do. No row's bits depend on it.
 inline int forward_block_m(const ForwardTiles& t, std::int64_t slots) {
-  const std::int64_t rows = 64 * t.num_consumers;
+  const std::int64_t rows = std::int64_t{64} * t.num_consumers;
   const std::int64_t blocks = (t.band.seqlen_q + rows - 1) / rows;
   // With more, all consumers are always faster; none of the products overflows.
   const std::int64_t few = 2 * slots;
