@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <random>
 #include <string>
 #include <utility>
@@ -26,25 +25,6 @@ void check_cuda(cudaError_t error) {
     std::printf("CUDA: %s\n", cudaGetErrorString(error));
     std::exit(2);
   }
-}
-
-struct FreeDevice {
-  void operator()(void* pointer) const { static_cast<void>(cudaFree(pointer)); }
-};
-using DeviceMemory = std::unique_ptr<void, FreeDevice>;
-
-DeviceMemory allocate(std::size_t bytes) {
-  void* pointer = nullptr;
-  check_cuda(cudaMalloc(&pointer, std::max<std::size_t>(bytes, 16)));
-  check_cuda(cudaMemset(pointer, 0xff, std::max<std::size_t>(bytes, 16)));
-  return DeviceMemory(pointer);
-}
-template <class T>
-DeviceMemory upload(const std::vector<T>& values) {
-  DeviceMemory memory = allocate(values.size() * sizeof(T));
-  check_cuda(
-      cudaMemcpy(memory.get(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return memory;
 }
 
 struct Lengths {
@@ -79,10 +59,8 @@ class Sequences {
     for (const Lengths& own : lengths_) {
       const auto make = [&](int rows, int width) {
         std::vector<std::uint16_t> bits(static_cast<std::size_t>(rows * width));
-        std::generate(bits.begin(), bits.end(), [&] {
-          const float x = 2 * normal(random);
-          return shape_.dtype == DType::kBF16 ? f32_to_bf16(x) : f32_to_f16(x);
-        });
+        std::generate(bits.begin(), bits.end(),
+                      [&] { return narrow(2 * normal(random), shape_.dtype); });
         return bits;
       };
       q_.push_back(make(own.q, shape_.heads_q * shape_.head_dim));
@@ -140,12 +118,11 @@ class Sequences {
       p.has_seqused_kv |= used_kv[i] != p.seqlen_kv;
     }
 
-    std::vector<DeviceMemory> memory;
+    DeviceMemory memory;
     const auto tensor = [&](const std::vector<std::uint16_t>& bits, std::int64_t rows,
                             std::int64_t heads, std::int64_t width) {
-      memory.push_back(upload(bits));
-      return Tensor{memory.back().get(), p.dtype, p.packed ? 0 : rows * heads * width,
-                    heads * width,       width,   1};
+      return Tensor{memory.copy(bits), p.dtype, p.packed ? 0 : rows * heads * width,
+                    heads * width,     width,   1};
     };
     Args args;
     args.q = tensor(q, p.seqlen_q, p.heads_q, p.head_dim);
@@ -156,29 +133,23 @@ class Sequences {
                                    0x7fffU);
     args.out = tensor(out, p.seqlen_q, p.heads_q, p.head_dim_v);
     std::vector<std::uint32_t> lse(static_cast<std::size_t>(rows * p.heads_q), 0x7fffffffU);
-    memory.push_back(upload(lse));
     args.lse = {
-        memory.back().get(), DType::kF32, p.packed ? 0 : p.heads_q * p.seqlen_q, 1, p.seqlen_q, 1};
-    const auto keep = [&](const auto& values) {
-      memory.push_back(upload(values));
-      return memory.back().get();
-    };
+        memory.copy(lse), DType::kF32, p.packed ? 0 : p.heads_q * p.seqlen_q, 1, p.seqlen_q, 1};
     if (p.packed) {
-      args.cu_seqlens_q = static_cast<const std::int32_t*>(keep(offsets_q));
-      args.cu_seqlens_kv = static_cast<const std::int32_t*>(keep(offsets_kv));
+      args.cu_seqlens_q = memory.copy(offsets_q);
+      args.cu_seqlens_kv = memory.copy(offsets_kv);
     }
     if (p.has_seqused_q) {
-      args.seqused_q = static_cast<const std::int32_t*>(keep(used_q));
+      args.seqused_q = memory.copy(used_q);
     }
     if (p.has_seqused_kv) {
-      args.seqused_kv = static_cast<const std::int32_t*>(keep(used_kv));
+      args.seqused_kv = memory.copy(used_kv);
     }
     if (p.has_sinks) {
-      args.sinks = keep(std::vector<float>(static_cast<std::size_t>(p.heads_q), 0.5F));
+      args.sinks = memory.copy(std::vector<float>(static_cast<std::size_t>(p.heads_q), 0.5F));
     }
     args.workspace_bytes = sm90_backend.workspace_size(p, Pass::kForward).preferred;
-    memory.push_back(allocate(args.workspace_bytes));
-    args.workspace = memory.back().get();
+    args.workspace = memory.copy(std::vector<std::uint8_t>(args.workspace_bytes, 0xff));
     const Status status = sm90_backend.forward(p, args);
     if (!status.ok()) {
       std::printf("%s\n", status.message.c_str());
@@ -210,7 +181,7 @@ class Sequences {
 
 }  // namespace
 
-bool forward_is_invariant(const char* name, DType dtype, int head_dim, int head_dim_v) {
+bool forward_is_invariant(const Kernel& kernel) {
   const std::vector<Lengths> lengths = {
       {64, 64},     {1, 1},     {37, 61}, {128, 100},  {200, 256},  {17, 0}, {256, 130},
       {1024, 1024}, {300, 451}, {1, 700}, {2000, 900}, {200, 2100}, {64, 64}};
@@ -245,8 +216,9 @@ bool forward_is_invariant(const char* name, DType dtype, int head_dim, int head_
       {"top-left causal, softcap", {.right = 0, .alignment = Alignment::kTopLeft}, 10, false}};
   bool right = true;
   for (const Masked& m : masks) {
-    const Sequences sequences({dtype, head_dim, head_dim_v, 4, 2, m.mask, m.softcap, m.sinks},
-                              lengths);
+    const Sequences sequences(
+        {kernel.dtype, kernel.head_dim, kernel.head_dim_v, 4, 2, m.mask, m.softcap, m.sinks},
+        lengths);
     std::vector<std::vector<std::uint32_t>> want;
     for (const Placement& place : alone) {
       for (std::vector<std::uint32_t>& words : sequences.forward(place)) {
@@ -265,8 +237,8 @@ bool forward_is_invariant(const char* name, DType dtype, int head_dim, int head_
         }
       }
     }
-    std::printf("%s %-13s the same bits anywhere, %s %s\n", wrong.empty() ? "ok  " : "FAIL", name,
-                m.name, wrong.c_str());
+    std::printf("%s %-13s the same bits anywhere, %s %s\n", wrong.empty() ? "ok  " : "FAIL",
+                kernel.name, m.name, wrong.c_str());
     std::fflush(stdout);
     right = right && wrong.empty();
   }
