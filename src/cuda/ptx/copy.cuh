@@ -58,23 +58,6 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// PTX ISA, "cp.async": the first `bytes` of 16 into shared memory, past the L1, and zeros for the
-// rest. Both addresses are multiples of 16.
-__device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source,
-                                           std::uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void copy_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits until at most `kPending` of the thread's groups are under way.
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // PTX ISA, "cp.async.bulk": `bytes` (a multiple of 16) of global memory into shared memory.
 __device__ __forceinline__ void bulk_load(std::uint32_t destination, const void* source,
                                           std::uint32_t bytes, std::uint32_t barrier) {
