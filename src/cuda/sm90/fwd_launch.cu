@@ -181,8 +181,9 @@ Status launch_forward(const Problem& p, const Args& args) {
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
-  if (is_short_forward(p)) {
-    return launch_short_forward(p, needs_score_function(p), params, args.stream);
+  const auto arithmetic = static_cast<FwdVariant>(variant);
+  if (is_short_forward(p, arithmetic)) {
+    return launch_short_forward(p, arithmetic, needs_score_function(p), params, args.stream);
   }
   FwdMaps maps{};
   if (p.seqlen_kv > 0 && p.batch > 0) {

@@ -10,11 +10,11 @@
 namespace flashgrad::sm90 {
 namespace {
 
-// The number of the first variant that is wide enough, or -1.
-int find_variant(const Problem& p) {
+// The number of the variant with this arithmetic that has the fewest keys in a step, or -1.
+int find_variant(const Problem& p, FwdVariant arithmetic) {
   for (int i = 0; i < static_cast<int>(std::size(kFwdShortConfigs)); ++i) {
     const FwdShortConfig& c = kFwdShortConfigs[i];
-    if (c.widths().head_dim >= p.head_dim && c.widths().head_dim_v >= p.head_dim_v &&
+    if (c.arithmetic == arithmetic &&
         (c.block_n == c.widths().block_n || c.block_n >= p.max_seqlen_kv)) {
       return i;
     }
@@ -70,8 +70,8 @@ Status launch_kernel(int variant, bool score_function, std::int64_t ctas, const 
 
 // H200, us of fwd.cuh / here, 16k tokens, 16 heads, full: head_dim 64, sequences of 64 94 / 46, of
 // 256 88 / 74, of 384 89 / 97; head_dim 128, of 64 101 / 75, of 128 86 / 91, packed 115 / 94.
-bool is_short_forward(const Problem& p) {
-  const int variant = find_variant(p);
+bool is_short_forward(const Problem& p, FwdVariant arithmetic) {
+  const int variant = find_variant(p, arithmetic);
   if (variant < 0) {
     return false;
   }
@@ -80,9 +80,9 @@ bool is_short_forward(const Problem& p) {
   return p.max_seqlen_q <= most && p.max_seqlen_kv <= most && num_tiles(p) <= INT32_MAX - kOutside;
 }
 
-Status launch_short_forward(const Problem& p, bool score_function, const FwdParams& base,
-                            void* stream) {
-  const int variant = find_variant(p);
+Status launch_short_forward(const Problem& p, FwdVariant arithmetic, bool score_function,
+                            const FwdParams& base, void* stream) {
+  const int variant = find_variant(p, arithmetic);
   const FwdShortConfig& config = kFwdShortConfigs[variant];
   const auto blocks = static_cast<std::uint32_t>(num_m_blocks(p));
   FwdShortParams params{.base = base,
