@@ -98,6 +98,19 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// PTX ISA, "cp.async": 16 bytes of global memory into shared memory, of which `bytes` are read and
+// the others become 0. Both addresses are multiples of 16. Completion by wait_async_copies.
+__device__ __forceinline__ void async_copy_16(std::uint32_t destination, const void* source,
+                                              std::uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+// PTX ISA, "cp.async.wait_all": of this thread.
+__device__ __forceinline__ void wait_async_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // PTX ISA, "prefetch": the line into the L2.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
