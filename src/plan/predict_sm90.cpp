@@ -128,11 +128,14 @@ std::vector<KernelTime> wide_kernels(const Call& call, const Device& device) {
 
 // Head dims up to 128: prepare, the main kernel, and finish where the main one does not do that.
 std::vector<KernelTime> main_kernels(const Call& call, const Device& device) {
+  const auto sms = static_cast<int>(device.sm_count);
   ScheduleProblem problem = schedule_of(call);
+  if (call.may_part) {
+    problem = in_parts(problem, call.deterministic, sms);
+  }
   Problem p = problem.to_problem();
   p.deterministic = call.deterministic;
   const Kernel& kernel = sm90_backward_variant(sm90::find_variant(p, call.deterministic));
-  const auto sms = static_cast<int>(device.sm_count);
   const int processors = sms / kernel.ctas;
   const TileSize tile{.keys = kernel.keys,
                       .cluster = kernel.ctas,
@@ -159,6 +162,9 @@ std::vector<KernelTime> main_kernels(const Call& call, const Device& device) {
   std::vector<KernelTime> kernels = {
       memory_kernel("prepare", device, ends.prepare),
       tiles_kernel(kernel, launch_order(problem, policy, tile), problem, policy, machine, t)};
+  if (ends.sum > 0) {
+    kernels.push_back(memory_kernel("sum", device, ends.sum));
+  }
   if (ends.finish > 0) {
     kernels.push_back(memory_kernel("finish", device, ends.finish));
   }
