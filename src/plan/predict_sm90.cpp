@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/sm90/bwd_plan.hpp"
+#include "cuda/sm90/bwd_short.hpp"
 #include "cuda/sm90/fwd_tile_rows.hpp"
 #include "plan/account.hpp"
 #include "plan/pipeline.hpp"
@@ -171,7 +172,18 @@ std::vector<KernelTime> main_kernels(const Call& call, const Device& device) {
   return kernels;
 }
 
+// q, k, v, out and dout are read, dq, dk and dv written: bwd_short.cuh's least time.
+double short_bytes(const Call& call) {
+  const auto elements = static_cast<double>(call.head_dim + call.head_dim_v);
+  return static_cast<double>(call.tokens()) * 4 *
+         (static_cast<double>(call.heads_q) + static_cast<double>(call.heads_kv)) * elements;
+}
+
 std::vector<KernelTime> backward_kernels(const Call& call, const Device& device) {
+  const Problem problem = schedule_of(call).to_problem();
+  if (sm90::serves_short(problem)) {
+    return {memory_kernel("short", device, short_bytes(call))};
+  }
   std::vector<KernelTime> kernels;
   if (std::max(call.head_dim, call.head_dim_v) > 128) {
     // out and dout are read.
