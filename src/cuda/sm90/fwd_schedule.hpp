@@ -65,7 +65,7 @@ struct FwdRows {
 FG_HOST_DEVICE constexpr FwdRows tile_rows(std::int64_t seqlen_q, std::int32_t block_m,
                                            std::int32_t block, bool incomplete_first) {
   const auto rows = static_cast<std::int32_t>(seqlen_q);
-  // Rows are 64 * consumers: a division by what the compiler knows takes a tenth of another's time.
+  // block_m is 64, 128 or 192, so that nothing is divided by what only the call knows.
   const std::int32_t before_last = (rows + 63) / 64 - 1;
   const std::int32_t left = block_m == 192 ? before_last % 3 : block_m == 128 ? before_last % 2 : 0;
   const std::int32_t first = incomplete_first && rows > 0 ? 64 * (left + 1) : block_m;
