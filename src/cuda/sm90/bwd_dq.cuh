@@ -238,13 +238,15 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       }
     }
   }
-  pass_turn(tile.num_steps);
   if (lane == 0) {
     ptx::mbarrier_arrive(shared.done());
   }
   if constexpr (C.ordered) {
-    if (adds) {
-      finish_dq<C, T>(p, shared_tile, rank, warp, lane);
+    if (!finishes_dq(shared_tile)) {
+      pass_turn(tile.num_steps);
+    } else if (adds) {
+      // Its last block is among them, so that nobody waits for a turn there.
+      finish_dq<C, T>(p, shared_tile, shared, rank, warp, lane);
     }
   }
   if constexpr (C.serves_units()) {
@@ -257,16 +259,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     // it. A barrier of the cluster would also wait for all stores to global memory.
     if (warp == 0) {
       const int num_steps = shared_tile.num_steps;
-      const auto wait_for_last = [&](std::uint32_t first_barrier, int stages) {
-        for (int stage = 0; stage < stages && stage < num_steps; ++stage) {
-          ptx::mbarrier_wait(first_barrier + 8 * stage,
-                             static_cast<std::uint32_t>((num_steps - 1 - stage) / stages) & 1U);
-        }
-      };
-      wait_for_last(shared.q_empty(0), C.q_stages);
-      wait_for_last(shared.do_empty(0), C.do_stages);
-      wait_for_last(shared.ds_empty(0), C.ds_stages);
-      wait_for_last(shared.peer_ds_empty(0), C.ds_stages);
+      wait_for_last(shared.q_empty(0), C.q_stages, num_steps);
+      wait_for_last(shared.do_empty(0), C.do_stages, num_steps);
+      wait_for_last(shared.ds_empty(0), C.ds_stages, num_steps);
+      wait_for_last(shared.peer_ds_empty(0), C.ds_stages, num_steps);
     }
   }
 }
