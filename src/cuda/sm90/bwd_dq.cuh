@@ -75,7 +75,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     unit_offset = (unit % p.pipeline.slots - tile.head_kv) *
                       (static_cast<int>(p.group) * p.pipeline.head_blocks) +
                   (p.sequences.packed() ? tile.q_block : 0);
-    if constexpr (C.serves_units()) {
+    if constexpr (C.finishes_units()) {
       if (p.pipeline.lag > 0) {
         wait_for_slot<C>(p, unit);
       }
@@ -249,7 +249,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       finish_dq<C, T>(p, shared_tile, shared, rank, warp, lane);
     }
   }
-  if constexpr (C.serves_units()) {
+  if constexpr (C.finishes_units()) {
     if (p.pipeline.lag > 0) {
       count_warp(unit_counter(p, unit_of(p, shared_tile), UnitPipeline::kAdded), lane);
     }

@@ -95,11 +95,6 @@ __device__ __forceinline__ void finish_elements(const BwdParams& p, const float*
   }
 }
 
-// Whether a tile adds to some blocks last; then also to the one of its last step.
-FG_HOST_DEVICE inline bool finishes_dq(const KeyTile& tile) {
-  return tile.finish_begin[0] < tile.finish_end[0] || tile.finish_begin[1] < tile.finish_end[1];
-}
-
 // What finish_dq goes through: pieces of the columns of the blocks that a tile finishes, of one query
 // head after the other.
 template <int kPieces>

@@ -11,7 +11,7 @@
 //
 // | CTAs          | do                                                                          |
 // |---------------|-----------------------------------------------------------------------------|
-// | key_tile_ctas | describe the main kernel's tiles                                            |
+// | key_tile_ctas | describe the main kernel's tiles, and set the counters of units             |
 // | (the rest)    | a query block of a head each, a warp 16 rows                                |
 // | zero_ctas     | zeros; the last, since the memory takes reads and writes faster apart (H200,|
 // |               | 134 MB of each: 66 us one behind the other, 74 us mixed)                    |
@@ -65,17 +65,27 @@ __device__ __forceinline__ KeyTile describe(const BwdParams& main, const KeyTile
                                             std::uint32_t index, std::uint32_t rank) {
   std::int64_t number = index;
   if (main.pipeline.serves()) {
-    const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
-                            main.pipeline.last_parts);
-    if (order.unit >= 0) {
+    std::int64_t unit = -1;
+    std::int64_t part = 0;
+    if (form.ordered) {
+      const PreparedOrder::Work work = prepared_order(main).work(index);
+      unit = work.unit;
+      number = work.tile;
+    } else {
+      const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
+                              main.pipeline.last_parts);
+      unit = order.unit;
+      part = order.part;
+      number = order.tile;
+    }
+    if (unit >= 0) {
       KeyTile tile{};
       tile.num_steps = kServesUnit;
-      tile.batch_index = static_cast<int>(order.unit / main.heads_kv);
-      tile.head_kv = static_cast<int>(order.unit % main.heads_kv);
-      tile.turn = static_cast<int>(order.part);
+      tile.batch_index = static_cast<int>(unit / main.heads_kv);
+      tile.head_kv = static_cast<int>(unit % main.heads_kv);
+      tile.turn = static_cast<int>(part);
       return tile;
     }
-    number = order.tile;
   }
   return key_tile_at(main, form,
                      tile_place(main, std::int64_t{form.block_n} * form.cluster,
@@ -92,28 +102,53 @@ __device__ __forceinline__ KeyTile describe_packed(const BwdParams& main,
              : KeyTile{};  // no steps, writes no rows
 }
 
+// A counter of an ordered main kernel before anybody has added to the block, which `keys` reach.
+__device__ __forceinline__ std::uint32_t first_turn(const BwdPrepareParams& p, const Range& keys) {
+  return kNothingYet |
+         static_cast<std::uint32_t>(keys.begin) / static_cast<std::uint32_t>(p.keys_per_turn);
+}
+
+// Where units are served: the counters of all units, and what others find who prepare later ones.
+// By threads `number` of `numbers`.
+__device__ __forceinline__ void begin_units(const BwdPrepareParams& p, unsigned number,
+                                            unsigned numbers) {
+  if (p.pipeline.counters != nullptr) {
+#pragma unroll 1
+    for (std::int64_t i = number; i < p.num_units * UnitPipeline::kNumCounts; i += numbers) {
+      p.pipeline.counters[i] = 0;
+    }
+  }
+  if (p.pipeline.lead == 0) {
+    return;
+  }
+  // Who prepares a unit only adds marks, and sets no turns: not all who add to a block wait for it
+  // to be prepared.
+  const auto head_blocks = static_cast<unsigned>(p.pipeline.head_blocks);
+  const auto group = static_cast<unsigned>(p.group);
+  const auto heads_kv = static_cast<unsigned>(p.heads_q) / group;
+#pragma unroll 1
+  for (std::int64_t i = number; i < p.heads_q * p.rows.num_blocks; i += numbers) {
+    const auto head = static_cast<unsigned>(i / p.rows.num_blocks);
+    const auto block = static_cast<unsigned>(i % p.rows.num_blocks);
+    const unsigned batch = block / head_blocks;
+    if (batch * heads_kv + head / group < static_cast<unsigned>(p.pipeline.lead)) {
+      continue;
+    }
+    p.rows.unreadable[i] = 0;
+    if (p.order.counters != nullptr) {
+      const std::int64_t begin = std::int64_t{block - batch * head_blocks} * kBlockM;
+      const Range keys = sequence_span(p.sequences, batch).band.kv_range(begin, begin + kBlockM);
+      p.order.counters[2 * i] = p.order.counters[2 * i + 1] = first_turn(p, keys);
+    }
+  }
+}
+
 // Puts the tiles of a packed batch in order; before prepare, one CTA.
 __global__ __launch_bounds__(kPackedOrderThreads) void bwd_packed_order(
     const __grid_constant__ Sequences sequences, const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
   make_packed_order<kPackedOrderThreads>(tiles.packed, sequences, tiles.num_tiles,
                                          tiles.packed_tiles, tiles.num_packed_tiles);
-}
-
-// dq = 0 in the rows of a block that no key reaches.
-__device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const SequenceSpan& sequence,
-                                         std::int64_t row_begin, std::int64_t head) {
-  const std::int64_t left = sequence.q.end - sequence.q.begin - row_begin;
-  const std::int64_t total = (left < kBlockM ? left : kBlockM) * p.head_dim;
-  for (std::int64_t i = threadIdx.x; i < total; i += kPrepareThreads) {
-    const std::int64_t row = sequence.q.begin + row_begin + i / p.head_dim;
-    const std::int64_t at = p.dq.offset(sequence.batch_index, row, head) + i % p.head_dim;
-    if (p.dq.dtype == DType::kF32) {
-      static_cast<float*>(p.dq.data)[at] = 0;
-    } else {
-      static_cast<std::uint16_t*>(p.dq.data)[at] = 0;
-    }
-  }
 }
 
 // 128 columns of out and dout in 16 rows, a lane's part: rows lane / 4 and 8 more, in each four
@@ -214,6 +249,7 @@ __global__ __launch_bounds__(kPrepareThreads,
         tiles.tiles[tile] = describe(main, tiles.form, index, tile % cluster);
       }
     }
+    begin_units(p, blockIdx.x * kPrepareThreads + threadIdx.x, tile_ctas * kPrepareThreads);
     return;
   }
   const unsigned index = blockIdx.x - (blockIdx.x < before ? 0 : tile_ctas);
@@ -271,41 +307,20 @@ __global__ __launch_bounds__(kPrepareThreads,
   const std::int64_t rows_end = (p.ragged ? sequence.q.end : s.rows_q) - sequence.q.begin;
   const int left_to_load = static_cast<int>(clamp_to(rows_end - row, 0, 16));
 
-  if (p.order.counters != nullptr) {
+  if (p.order.counters != nullptr && prepares) {
     const Range keys = sequence.band.kv_range(of.row_begin(), of.row_begin() + kBlockM);
     if (thread < 2) {
-      p.order.counters[2 * slot + thread] =
-          kNothingYet |
-          static_cast<std::uint32_t>(keys.begin) / static_cast<std::uint32_t>(p.keys_per_turn);
+      p.order.counters[2 * slot + thread] = first_turn(p, keys);
     }
     if (keys.empty()) {
-      clear_dq(p, sequence, of.row_begin(), head);
+      clear_dq(p.dq, p.head_dim, sequence, of.row_begin(), kBlockM, head, thread, kPrepareThreads);
     }
   }
   if (p.order.ticket != nullptr && index == 0 && thread == 0) {
     *p.order.ticket = 0;
   }
-  const std::int64_t number = std::int64_t{index} * kPrepareThreads + thread;
-  const std::int64_t numbers = std::int64_t{block_ctas} * kPrepareThreads;
-  if (p.pipeline.counters != nullptr) {
-    for (std::int64_t i = number; i < p.num_units * UnitPipeline::kNumCounts; i += numbers) {
-      p.pipeline.counters[i] = 0;
-    }
-  }
-  if (p.pipeline.lead > 0) {
-    // Who prepares later units only adds marks.
-    for (std::int64_t i = number; i < p.heads_q * p.rows.num_blocks; i += numbers) {
-      const auto of_head = static_cast<unsigned>(i / p.rows.num_blocks);
-      const auto of_block = static_cast<unsigned>(i % p.rows.num_blocks);
-      const unsigned batch = of_block / static_cast<unsigned>(p.pipeline.head_blocks);
-      if (batch * heads_kv + of_head / static_cast<unsigned>(p.group) >=
-          static_cast<unsigned>(p.pipeline.lead)) {
-        p.rows.unreadable[i] = 0;
-      }
-    }
-    if (!prepares) {
-      return;
-    }
+  if (!prepares) {
+    return;
   }
 
   float products[2][4] = {};

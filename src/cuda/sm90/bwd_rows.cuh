@@ -30,6 +30,25 @@ FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
          p.head_dim_v % 8 == 0;
 }
 
+// dq = 0 in `count` rows, none of which sees a key, from row `row` of the sequence on, by threads
+// `thread` of `threads`.
+__device__ __forceinline__ void clear_dq(const Tensor& dq, std::int64_t head_dim,
+                                         const SequenceSpan& sequence, std::int64_t row,
+                                         std::int64_t count, std::int64_t head, int thread,
+                                         int threads) {
+  const std::int64_t left = sequence.q.end - sequence.q.begin - row;
+  const std::int64_t total = (left < count ? left : count) * head_dim;
+  for (std::int64_t i = thread; i < total; i += threads) {
+    const std::int64_t at =
+        dq.offset(sequence.batch_index, sequence.q.begin + row + i / head_dim, head) + i % head_dim;
+    if (dq.dtype == DType::kF32) {
+      static_cast<float*>(dq.data)[at] = 0;
+    } else {
+      static_cast<std::uint16_t*>(dq.data)[at] = 0;
+    }
+  }
+}
+
 // (1) and (2) for kRows rows of a sequence from row `row_begin` on, whose first is number
 // `statistic` of the row statistics. 16 lanes, `lane` of them; both halves of a warp together. The
 // lane's own row is lane * kRows / 16, so 16 / kRows lanes share one, and the first of them speaks

@@ -96,19 +96,26 @@ __device__ __forceinline__ void count_prepared(const BwdParams& p, int unit, int
   }
   const std::uint32_t ready = (before & kSomeMarked) == 0 ? kRowsReadable : kRowsMarked;
   const int num_tiles = static_cast<int>(p.num_kv_blocks) * C.cluster;
-  const std::int64_t first =
-      ServedOrder::cluster_of(unit, 0, p.section, p.num_kv_blocks, p.num_units);
-  const std::int64_t second =
-      ServedOrder::cluster_of(unit, 1, p.section, p.num_kv_blocks, p.num_units);
-  for (int i = lane; i < num_tiles; i += 32) {
-    KeyTile* const tile =
-        p.tiles + (first + i / C.cluster * (second - first)) * C.cluster + i % C.cluster;
-    ptx::store_release(&tile->rows_ready, ready);
+  const auto tell = [&](std::int64_t cluster, int rank) {
+    ptx::store_release(&p.tiles[cluster * C.cluster + rank].rows_ready, ready);
+  };
+  if constexpr (C.ordered) {
+    for (int i = lane; i < num_tiles; i += 32) {
+      tell(prepared_cluster(p, unit, i / C.cluster), i % C.cluster);
+    }
+  } else {
+    const std::int64_t first =
+        ServedOrder::cluster_of(unit, 0, p.section, p.num_kv_blocks, p.num_units);
+    const std::int64_t second =
+        ServedOrder::cluster_of(unit, 1, p.section, p.num_kv_blocks, p.num_units);
+    for (int i = lane; i < num_tiles; i += 32) {
+      tell(first + i / C.cluster * (second - first), i % C.cluster);
+    }
   }
 }
 
 // Prepares the rows of a unit, by `warps` warps, 16 rows each at a time.
-template <class T>
+template <BwdConfig C, class T>
 __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int warp, int warps,
                                              int lane) {
   const int head_blocks = p.pipeline.head_blocks;
@@ -145,6 +152,12 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
       atomicOr(unit_counter(p, unit, UnitPipeline::kPrepared), kSomeMarked);
+    }
+    if constexpr (C.ordered) {
+      const std::int64_t begin = std::int64_t{block} * kBlockM;
+      if (p.dq && sequence.band.kv_range(begin, begin + kBlockM).empty()) {
+        clear_dq(p.dq, p.head_dim, sequence, begin + i % 4 * 16, 16, head, lane, 32);
+      }
     }
   }
 }
@@ -233,12 +246,17 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int pa
                    static_cast<int>(threadIdx.x) / 32;
   const int parts = unit < p.num_units ? 1 : p.pipeline.last_parts;
   const int later = unit + p.pipeline.lead;
+  if constexpr (!C.finishes_units()) {
+    prepare_unit<C, T>(p, later, warp, kServingWarps<C>, lane);
+    count_prepared<C>(p, later, lane);
+    return;
+  }
   const int earlier = unit - p.pipeline.lag;
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     if ((half + warp) % 2 == 0) {
       if (p.pipeline.lead > 0 && later < p.num_units) {
-        prepare_unit<T>(p, later, warp, kServingWarps<C>, lane);
+        prepare_unit<C, T>(p, later, warp, kServingWarps<C>, lane);
         count_prepared<C>(p, later, lane);
       }
     } else if (p.pipeline.lag > 0 && earlier >= 0) {

@@ -37,6 +37,18 @@ FG_HOST_DEVICE constexpr SectionTile section_tile(const SectionOrder& order, std
   return {section * order.section + in_round / width, first + in_round % width};
 }
 
+// The number of a tile: section_tile's inverse.
+FG_HOST_DEVICE constexpr std::uint32_t section_index(const SectionOrder& order,
+                                                     const SectionTile& tile) {
+  const std::uint32_t begin = tile.unit / order.section * order.section;
+  const std::uint32_t left = order.units - begin;
+  const std::uint32_t units = left < order.section ? left : order.section;
+  const std::uint32_t first = tile.block / order.round * order.round;
+  const std::uint32_t width =
+      order.blocks - first < order.round ? order.blocks - first : order.round;
+  return begin * order.blocks + first * units + (tile.unit - begin) * width + tile.block - first;
+}
+
 // Units in a section: as many as fit the L2, at least `at_least`, and all sections of about the
 // same size: a last one of few units would leave most of the device idle.
 FG_HOST_DEVICE constexpr std::uint32_t units_together(std::uint32_t num_units, std::uint32_t in_l2,
