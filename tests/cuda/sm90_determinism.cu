@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -87,6 +88,10 @@ struct Shape {
 struct Lengths {
   int q, kv;
 };
+
+// Entries of a batch of two key heads each, about 1000 rows long, in which clusters of the main
+// kernel prepare units for others (unit_pipeline.hpp).
+constexpr int kServedBatch = 120;
 
 // How sequences lie: packed one after the other, or each in `padded` rows of its own.
 struct Placement {
@@ -298,11 +303,19 @@ bool invariant(const Shape& shape) {
     const char* name;
     Placement placement;
   };
-  const std::vector<Batch> batches = {
+  std::vector<Batch> batches = {
       {"batch", {false, lengths[0], {0, 7}, {lengths[0], lengths[7]}}},
       {"padded batch", {false, {2111, 2222}, numbers, lengths}},
       {"packed", {true, {}, numbers, lengths}},
-      {"packed, one", {true, {}, {3}, {lengths[3]}}}};
+      {"packed, one", {true, {}, {3}, {lengths[3]}}},
+      // Units enough that the main kernel serves them.
+      {"large batch", {false, lengths[0], {0}, {lengths[0]}}}};
+  Placement& large = batches.back().placement;
+  for (int i = 0; i < kServedBatch - 2; ++i) {
+    large.sequences.push_back(100 + i);
+  }
+  large.sequences.push_back(7);
+  large.lengths.assign(kServedBatch, lengths[0]);
   for (const Batch& batch : batches) {
     if (!wrong.empty()) {
       break;
@@ -310,7 +323,7 @@ bool invariant(const Shape& shape) {
     Call call(shape, batch.placement);
     run(call);
     for (const int s : batch.placement.sequences) {
-      for (int i = 0; i < 3 && wrong.empty(); ++i) {
+      for (int i = 0; i < 3 && s < 100 && wrong.empty(); ++i) {
         if (call.gradient_of(i, s) != alone[i][static_cast<std::size_t>(s)]) {
           wrong = std::string(batch.name) + ": " + kNames[i] + " of sequence " + std::to_string(s) +
                   " has other bits than alone";
@@ -329,8 +342,12 @@ bool repeatable(const std::vector<Shape>& shapes, int repeats) {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < shapes.size(); ++i) {
     const Lengths length = i % 2 == 0 ? Lengths{2048, 2048} : Lengths{1000, 1300};
+    // Of some shapes so many that the main kernel serves their units.
+    std::vector<int> sequences(i < 4 ? kServedBatch / 2 : 3);
+    std::iota(sequences.begin(), sequences.end(), 0);
     calls.push_back(std::make_unique<Call>(
-        shapes[i], Placement{false, length, {0, 1, 2}, {length, length, length}}));
+        shapes[i],
+        Placement{false, length, sequences, std::vector<Lengths>(sequences.size(), length)}));
     bytes = std::max(bytes, calls.back()->workspace_bytes());
   }
   DeviceArray<unsigned char> workspace(bytes);
