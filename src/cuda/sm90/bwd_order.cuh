@@ -17,11 +17,9 @@
 // neighbours by number, and the host keeps rounds within half of the device.
 #pragma once
 
-#include "cuda/ptx/copy.cuh"
-#include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
-#include "cuda/sm90/bwd_store.cuh"
+#include "cuda/sm90/bwd_sums.cuh"
 #include "cuda/sm90/params.hpp"
 #include "cuda/tile/fragment.hpp"
 
@@ -40,59 +38,6 @@ __device__ __forceinline__ bool wait_for_turn(const std::uint32_t* counter, int 
   }
   __syncwarp();
   return (seen & kNothingYet) != 0;
-}
-
-// kColumns columns of a warp's 16 rows of dq in 16 bits: of each row half, and of each 32 columns,
-// two neighbours from each of four times 8 columns.
-template <int kColumns>
-using PackedRows = std::uint32_t[2][kColumns / 32][4];
-
-// Rows `row` on, of which `count` exist, from column `column` on, 16 bytes at a time.
-template <int kColumns>
-__device__ __forceinline__ void store_packed(PackedRows<kColumns>& x, const Tensor& dq, int batch,
-                                             int row, int count, int head, int column, int lane) {
-  const int q = lane % 4;
-  const int r = lane / 4;
-  auto* out = reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(dq.data) +
-                                       dq.offset(batch, row + r, head) + column + 8 * q);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int k = 0; k < kColumns / 32; ++k) {
-      transpose_quad(x[half][k], q);
-      if (r + 8 * half < count) {
-        out[4 * k] = make_uint4(x[half][k][0], x[half][k][1], x[half][k][2], x[half][k][3]);
-      }
-    }
-    out += dq.row_stride;  // 8 rows
-  }
-}
-
-// The same element by element, for f32, odd strides and partial widths.
-template <int kColumns, class T>
-__device__ __forceinline__ void finish_elements(const BwdParams& p, const float* sums, int batch,
-                                                int row, int count, int head, int column,
-                                                int lane) {
-  const int q = lane % 4;
-  const int r = lane / 4;
-  const std::int64_t at = p.dq.offset(batch, row + r, head) + column;
-#pragma unroll 1
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const float4 sum = ptx::load_sum(sums + j * 128);
-    const float values[4] = {sum.x * p.scale, sum.y * p.scale, sum.z * p.scale, sum.w * p.scale};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int c = 8 * j + 2 * q + i % 2;
-      if (r + i / 2 * 8 < count && column + c < p.head_dim) {
-        const std::int64_t element = at + i / 2 * 8 * p.dq.row_stride + c;
-        if (p.dq.dtype == DType::kF32) {
-          static_cast<float*>(p.dq.data)[element] = values[i];
-        } else {
-          static_cast<T*>(p.dq.data)[element] = static_cast<T>(values[i]);
-        }
-      }
-    }
-  }
 }
 
 // What finish_dq goes through: pieces of the columns of the blocks that a tile finishes, of one query
@@ -125,18 +70,16 @@ struct FinishWalk {
 // Finishes the blocks that this tile added to last, of which there are some. `warp` is of the dq
 // warpgroup; with a cluster, CTA `rank` has one piece of the columns.
 //
-// A load that is waited for takes as long as a third of a step, so that many are under way at a
-// time: not into registers, of which there are few, but into the stages of Q and dO, each thread's
-// own numbers to places of its own.
+// Many loads are under way at a time, in the stages of Q and dO.
 template <BwdConfig C, class T>
 __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& tile,
                                           const BwdShared<C>& shared, int rank, int warp,
                                           int lane) {
   constexpr int kColumns = C.dq_columns();
   constexpr int kPieces = C.cluster == 2 ? 1 : C.dq_pieces();
-  constexpr int kItemBytes = kBlockM * kColumns * 4;
-  constexpr int kDepth = (C.q_stages + C.do_stages) * C.q_bytes() / kItemBytes;
+  constexpr int kRoom = (C.q_stages + C.do_stages) * C.q_bytes();
   static_assert(C.do_offset() == C.q_offset() + C.q_stages * C.q_bytes());
+  using Sums = SumsRing<kColumns, kRoom / 4>;
   const int first_piece = C.cluster == 2 ? rank : 0;
   const int head_end = (tile.head_kv + 1) * static_cast<int>(p.group);
   FinishWalk<kPieces> walk(tile, tile.head_kv * static_cast<int>(p.group));
@@ -160,35 +103,23 @@ __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& til
   }
   wait_for_last(shared.q_empty(0), C.q_stages, tile.num_steps);
   wait_for_last(shared.do_empty(0), C.do_stages, tile.num_steps);
+  Sums ring(shared.q(0) + static_cast<std::uint32_t>(warp * Sums::kBytes), lane);
   FinishWalk<kPieces> ahead = walk;
-  const std::uint32_t own = shared.q(0) + static_cast<std::uint32_t>((warp * 32 + lane) * 16);
-  std::uint32_t slot_ahead = 0;
   const auto fetch = [&] {
-    if (ahead.head < head_end) {
-      const float* const from = sums(ahead);
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        ptx::copy_async(own + slot_ahead + j * 2048, from + j * 128);
-      }
+    const bool any = ahead.head < head_end;
+    ring.fetch(any, sums(ahead));
+    if (any) {
       ahead.advance();
     }
-    ptx::copy_async_commit();
-    slot_ahead = slot_ahead == (kDepth - 1) * kItemBytes ? 0 : slot_ahead + kItemBytes;
   };
 #pragma unroll 1
-  for (int i = 0; i < kDepth; ++i) {
+  for (int i = 0; i < Sums::kDepth; ++i) {
     fetch();
   }
 #pragma unroll 1
   for (; walk.head < head_end; walk.advance()) {
-    ptx::copy_async_wait<kDepth - 1>();
     PackedRows<kColumns> x;
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const float4 sum = ptx::load_shared_float4(own + slot_ahead + j * 2048);
-      x[0][j / 4][j % 4] = ptx::pack<T>(sum.x * p.scale, sum.y * p.scale);
-      x[1][j / 4][j % 4] = ptx::pack<T>(sum.z * p.scale, sum.w * p.scale);
-    }
+    ring.template take<T>(x, p.scale);
     fetch();
     store_packed<kColumns>(x, p.dq, tile.batch_index, tile.q_row + row(), tile.q_rows - row(),
                            walk.head, column(), lane);
