@@ -303,13 +303,12 @@ bool invariant(const Shape& shape) {
     const char* name;
     Placement placement;
   };
-  std::vector<Batch> batches = {
-      {"batch", {false, lengths[0], {0, 7}, {lengths[0], lengths[7]}}},
-      {"padded batch", {false, {2111, 2222}, numbers, lengths}},
-      {"packed", {true, {}, numbers, lengths}},
-      {"packed, one", {true, {}, {3}, {lengths[3]}}},
-      // Units enough that the main kernel serves them.
-      {"large batch", {false, lengths[0], {0}, {lengths[0]}}}};
+  std::vector<Batch> batches = {{"batch", {false, lengths[0], {0, 7}, {lengths[0], lengths[7]}}},
+                                {"padded batch", {false, {2111, 2222}, numbers, lengths}},
+                                {"packed", {true, {}, numbers, lengths}},
+                                {"packed, one", {true, {}, {3}, {lengths[3]}}},
+                                // Units enough that the main kernel serves them.
+                                {"large batch", {false, lengths[0], {0}, {lengths[0]}}}};
   Placement& large = batches.back().placement;
   for (int i = 0; i < kServedBatch - 2; ++i) {
     large.sequences.push_back(100 + i);

@@ -229,14 +229,19 @@ TEST(Sm90Units, FarEnoughApart) {
   }
 }
 
-// In ordered kernels: each tile has one cluster, which section_index finds, each later unit one that
-// prepares it, and nearly half of the device starts between that and the unit's first tile.
+// In ordered kernels: each tile has one cluster, which section_index finds, each later unit one
+// that prepares it, and nearly half of the device starts between that and the unit's first tile.
 TEST(Sm90Units, PreparedAheadOfOrderedTiles) {
   struct Ordered {
     int units, tiles, section, round;
   };
-  for (const Ordered& s : {Ordered{256, 4, 26, 1}, {256, 4, 52, 2}, {64, 16, 8, 1}, {64, 16, 13, 8},
-                           {16, 64, 2, 32}, {240, 1, 120, 1}, {41, 7, 5, 3}}) {
+  for (const Ordered& s : {Ordered{256, 4, 26, 1},
+                           {256, 4, 52, 2},
+                           {64, 16, 8, 1},
+                           {64, 16, 13, 8},
+                           {16, 64, 2, 32},
+                           {240, 1, 120, 1},
+                           {41, 7, 5, 3}}) {
     SCOPED_TRACE(testing::Message() << s.units << " units of " << s.tiles);
     const int lead = plan_lead(s.units, 2 * s.tiles, s.section, 132);
     ASSERT_GT(lead, 0);

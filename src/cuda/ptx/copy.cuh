@@ -98,8 +98,8 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// PTX ISA, "cp.async": 16 bytes of global memory, past the L1, into shared memory, by this thread for
-// itself: like a load, behind what it has done to them, but without registers.
+// PTX ISA, "cp.async": 16 bytes of global memory, past the L1, into shared memory, by this thread
+// for itself: like a load, behind what it has done to them, but without registers.
 __device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
                : "memory");

@@ -134,7 +134,8 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   }
   if constexpr (C.ordered) {
     if (threadIdx.x / 32 == 4) {
-      load_tile<C.serves_units()>(&tile, p.tiles + (share_number<C>(taken, shared, rank) * C.cluster + rank));
+      load_tile<C.serves_units()>(
+          &tile, p.tiles + (share_number<C>(taken, shared, rank) * C.cluster + rank));
     }
     __syncthreads();
   }

@@ -56,7 +56,8 @@ Layout make_layout(const Problem& p, const BwdPlan& plan) {
       plan.ordered() ? blocks : plan.units.slots * p.group() * head_blocks(p);
   layout.dq_accumulator =
       plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
-  layout.unit_counters = plan.units.serves() ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
+  layout.unit_counters =
+      plan.units.serves() ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() || plan.variant < 0 ? take(4) : 0;
   if (plan.has_main(p)) {

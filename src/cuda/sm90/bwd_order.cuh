@@ -40,8 +40,8 @@ __device__ __forceinline__ bool wait_for_turn(const std::uint32_t* counter, int 
   return (seen & kNothingYet) != 0;
 }
 
-// What finish_dq goes through: pieces of the columns of the blocks that a tile finishes, of one query
-// head after the other.
+// What finish_dq goes through: pieces of the columns of the blocks that a tile finishes, of one
+// query head after the other.
 template <int kPieces>
 struct FinishWalk {
   int begin[2];  // pieces, from a head's first block on

@@ -135,8 +135,7 @@ inline void plan_ordered_units(const Problem& p, int num_multiprocessors, BwdPla
       units_that_fill(
           static_cast<std::uint32_t>(num_multiprocessors / config.cluster),
           static_cast<std::uint32_t>(rotating > 0 ? launched_round(p, tiles, rotating) : tiles)));
-  plan->units.lead =
-      plan_lead(num_units(p), tiles * config.cluster, section, num_multiprocessors);
+  plan->units.lead = plan_lead(num_units(p), tiles * config.cluster, section, num_multiprocessors);
   plan->section = plan->units.lead > 0 ? section : 0;
 }
 

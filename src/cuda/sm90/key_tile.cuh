@@ -99,11 +99,10 @@ FG_HOST_DEVICE inline PreparedOrder prepared_order(const BwdParams& p) {
 // The number of the cluster of an ordered kernel that computes block `block` of a unit.
 FG_HOST_DEVICE inline std::int64_t prepared_cluster(const BwdParams& p, std::int64_t unit,
                                                     std::int64_t block) {
-  return prepared_order(p).cluster_of(
-      section_index({static_cast<std::uint32_t>(p.num_units), static_cast<std::uint32_t>(p.section),
-                     static_cast<std::uint32_t>(p.num_kv_blocks),
-                     static_cast<std::uint32_t>(p.round)},
-                    {static_cast<std::uint32_t>(unit), static_cast<std::uint32_t>(block)}));
+  return prepared_order(p).cluster_of(section_index(
+      {static_cast<std::uint32_t>(p.num_units), static_cast<std::uint32_t>(p.section),
+       static_cast<std::uint32_t>(p.num_kv_blocks), static_cast<std::uint32_t>(p.round)},
+      {static_cast<std::uint32_t>(unit), static_cast<std::uint32_t>(block)}));
 }
 
 // Fills in the tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA
