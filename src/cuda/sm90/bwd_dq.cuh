@@ -58,7 +58,11 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       loader.place(tile.q_row, tile.batch_index, tile.q_row + tile.q_rows);
     }
     if constexpr (C.serves_units()) {
-      loader.all_readable = wait_for_rows<C>(p, tile);
+      if constexpr (C.ordered) {
+        static_cast<void>(wait_for_rows<C>(p, tile));
+      } else {
+        loader.all_readable = wait_for_rows<C>(p, tile);
+      }
     }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
@@ -90,12 +94,23 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   // full, cool, TFLOP/s: at once 593, under the first product 650, under the last 669.
   int slot_before = -1;
   int turn_before = 0;
-  // Two warps wait for that fence in alternate steps, not the one that loads; with a cluster there
-  // is no register for that.
-  const auto pass_turn = [&](int step) {
+  // One warp gathers the others' additions, which do not wait for it, under the product and waits
+  // for the fence behind it, when it has let go of dS: two warps in alternate steps, not the one
+  // that loads. The barrier of a step is free again two steps later, when the warp has let go of
+  // the stage that the consumers then fill.
+  const auto passes_turn = [&](int step) { return warp == 2 + step % 2; };
+  const auto gather_turn = [&](int step) {
     if (C.ordered && adds && slot_before >= 0) {
-      ptx::named_barrier_sync<128>(5);
-      if (warp == (C.cluster == 1 ? 2 + step % 2 : 3) && lane == 0) {
+      if (passes_turn(step)) {
+        ptx::named_barrier_sync<128>(5 + step % 2);
+      } else {
+        ptx::named_barrier_arrive<128>(5 + step % 2);
+      }
+    }
+  };
+  const auto pass_turn = [&](int step) {
+    if (C.ordered && adds && slot_before >= 0 && passes_turn(step)) {
+      if (lane == 0) {
         ptx::store_release(p.order.counters + 2 * slot_before + rank,
                            static_cast<std::uint32_t>(turn_before + 1));
       }
@@ -174,13 +189,14 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           dq, DsTile::mn_major_descriptor(shared.peer_ds(0)) + ds_stage,
           KTile::mn_major_descriptor(shared.peer_k()));
       ptx::wgmma_commit();
-      pass_turn(step);
+      gather_turn(step);
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
       if (lane == 0) {
         ptx::mbarrier_arrive(shared.ds_empty(stage));
         ptx::mbarrier_arrive_cluster(shared.peer_ds_empty(stage), other);
       }
+      pass_turn(step);
       if (adds) {
         add(rank, true, dq);
       }
@@ -214,12 +230,15 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
             __syncwarp();
           }
           if (piece == 0 && x == C.key_blocks - 1) {
-            pass_turn(step);
+            gather_turn(step);
           }
           ptx::wgmma_wait<0>();
           ptx::pin(dq);
           if (piece == kPieces - 1 && lane == 0) {
             ptx::mbarrier_arrive(shared.ds_empty(stage));
+          }
+          if (piece == 0 && x == C.key_blocks - 1) {
+            pass_turn(step);
           }
         }
         if (adds) {
@@ -243,6 +262,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   }
   if constexpr (C.ordered) {
     if (!finishes_dq(shared_tile)) {
+      gather_turn(tile.num_steps);
       pass_turn(tile.num_steps);
     } else if (adds) {
       // Its last block is among them, so that nobody waits for a turn there.

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/ptx/mma.cuh"
 #include "cuda/sm90/key_tile.cuh"
 #include "cuda/sm90/params.hpp"
 
@@ -29,6 +30,170 @@ FG_HOST_DEVICE inline bool all_wide(const RowInputs& p) {
   return p.dout && p.dout.dim_stride == 1 && has_aligned_rows(p.out) && has_aligned_rows(p.dout) &&
          p.head_dim_v % 8 == 0;
 }
+
+// 128 columns of out and dout in 16 rows, a lane's part: rows lane / 4 and 8 more, in each four
+// times 8 columns, those of the four lanes of a row next to each other.
+struct RowPieces {
+  uint4 out[2][4];
+  uint4 dout[2][4];
+};
+
+// 8 elements, as many as `count`, the others 0.
+template <class T>
+__device__ __forceinline__ uint4 gather_8(const T* from, std::int64_t stride, int count) {
+  std::uint32_t pairs[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) {
+      pairs[i / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(from)[i * stride]}
+                      << (i % 2 * 16);
+    }
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Loads columns from `column` on. `out` and `dout` are the lane's first row; rows from `left` on,
+// counted from there, are zeros.
+template <class T>
+__device__ __forceinline__ void load_pieces(RowPieces& pieces, const RowInputs& p, bool wide,
+                                            const T* out, const T* dout, int left, int column) {
+  const auto columns = static_cast<int>(p.head_dim_v);
+  const auto load = [&](auto&& load_8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int c = column + 32 * k;
+        pieces.out[i][k] = pieces.dout[i][k] = make_uint4(0, 0, 0, 0);
+        if (8 * i < left && c < columns) {
+          load_8(pieces.out[i][k], pieces.dout[i][k], 8 * i, c);
+        }
+      }
+    }
+  };
+  if (wide) {
+    load([&](uint4& x, uint4& y, int row, int c) {
+      x = __ldcs(reinterpret_cast<const uint4*>(out + row * p.out.row_stride + c));
+      y = *reinterpret_cast<const uint4*>(dout + row * p.dout.row_stride + c);
+    });
+  } else {
+    load([&](uint4& x, uint4& y, int row, int c) {
+      if (p.dout) {
+        x = gather_8(out + row * p.out.row_stride + c, 1, columns - c);
+        y = gather_8(dout + row * p.dout.row_stride + c * p.dout.dim_stride, p.dout.dim_stride,
+                     columns - c);
+      }
+    });
+  }
+}
+
+// Adds the products of 8 rows of dout and of out each, of whose 8 x 8 elements the diagonal is (1):
+// with scalar products the instructions take as long as the memory.
+template <class T>
+__device__ __forceinline__ void multiply_pieces(float (&products)[2][4], const RowPieces& pieces) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const uint4 a = pieces.dout[0][k];
+    const uint4 b = pieces.dout[1][k];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 x = pieces.out[i][k];
+      ptx::multiply_16x8<T>(products[i], a.x, b.x, a.y, b.y, x.x, x.y);
+      ptx::multiply_16x8<T>(products[i], a.z, b.z, a.w, b.w, x.z, x.w);
+    }
+  }
+}
+
+// (1) to (3) for 16 rows of a query head, by a warp: in prepare, and in ordered kernels, where a
+// sequence must get the same bits from either.
+template <class T>
+class WarpRows {
+ public:
+  // Loads rows from `row_begin` of the sequence on, also rows that turn out not to count.
+  __device__ __forceinline__ WarpRows(const RowInputs& in, const SequenceSpan& sequence,
+                                      std::int64_t row_begin, std::int64_t head, int lane)
+      : in_(in),
+        sequence_(sequence),
+        head_(head),
+        lane_(lane),
+        row_(static_cast<int>(row_begin) + lane / 4),
+        speaks_(lane % 4 == lane / 8) {
+    left_ = static_cast<int>(clamp_to(sequence.band.seqlen_q - row_, 0, 16));
+    seen_by_none_ = (sequence.band.kv_range(row_, row_ + 1).empty() ? 1U : 0U) |
+                    (sequence.band.kv_range(row_ + 8, row_ + 9).empty() ? 2U : 0U);
+    load(0);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (speaks_ && 8 * i < left_) {
+        const auto at = [&](const Tensor& t) {
+          return static_cast<const float*>(t.data)[offset(t) + 8 * i * t.row_stride];
+        };
+        lse_[i] = at(in.lse);
+        if (in.dlse) {
+          dlse_[i] = at(in.dlse);
+        }
+      }
+    }
+  }
+
+  // The first row's number among the row statistics is `statistic`; rows of the sequence from
+  // `rows_end` on come as zeros. Returns the lane's marks for RowStatistics::unreadable, and adds
+  // its part of (3) to `dsink`.
+  __device__ __forceinline__ int finish(const RowStatistics& rows, std::int64_t rows_end,
+                                        std::int64_t statistic, float* dsink) {
+    float products[2][4] = {};
+    multiply_pieces<T>(products, pieces_);
+#pragma unroll 1
+    for (int column = 128; column < in_.head_dim_v; column += 128) {
+      load(column);
+      multiply_pieces<T>(products, pieces_);
+    }
+    int marks = 0;
+    if (!speaks_) {
+      return 0;
+    }
+    const int left_to_load = static_cast<int>(clamp_to(rows_end - row_, 0, 16));
+    const float sink = in_.sinks != nullptr ? in_.sinks[head_] : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float delta = lane_ / 4 % 2 == 0 ? products[i][2 * i] : products[i][2 * i + 1];
+      const bool read = 8 * i < left_ && (seen_by_none_ >> i & 1U) == 0 && !isinf(lse_[i]);
+      const float neg_delta = read ? dlse_[i] - delta : 0.0F;
+      constexpr float kLog2E = 1.4426950408889634F;
+      const std::int64_t at = statistic + lane_ / 4 + 8 * i;
+      rows.neg_lse_log2[at] = read ? -lse_[i] * kLog2E : -INFINITY;
+      rows.neg_delta[at] = neg_delta;
+      const bool unreadable = !read && 8 * i < left_to_load;
+      marks |= unreadable ? 1 : read && isnan(lse_[i] + neg_delta) ? kHasNan : 0;
+      if (!isinf(lse_[i]) && sink != -INFINITY) {
+        *dsink += expf(sink - lse_[i]) * (read ? neg_delta : dlse_[i]);
+      }
+    }
+    return marks;
+  }
+
+ private:
+  __device__ __forceinline__ std::int64_t offset(const Tensor& t) const {
+    return t.offset(sequence_.batch_index, sequence_.q.begin + row_, head_);
+  }
+  __device__ __forceinline__ void load(int column) {
+    load_pieces(pieces_, in_, all_wide(in_), static_cast<const T*>(in_.out.data) + offset(in_.out),
+                static_cast<const T*>(in_.dout.data) + offset(in_.dout), left_,
+                column + lane_ % 4 * 8);
+  }
+
+  const RowInputs& in_;
+  const SequenceSpan& sequence_;
+  std::int64_t head_;
+  int lane_;
+  int row_;      // the lane's first, of two
+  bool speaks_;  // gets diagonals of the products
+  int left_;
+  RowPieces pieces_;
+  float lse_[2] = {INFINITY, INFINITY};
+  float dlse_[2] = {0, 0};
+  unsigned seen_by_none_;
+};
 
 // dq = 0 in `count` rows, none of which sees a key, from row `row` of the sequence on, by threads
 // `thread` of `threads`.

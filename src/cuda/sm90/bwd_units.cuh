@@ -144,10 +144,19 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     const int block = i / 4 - in_group * head_blocks;
     const int head = first_head + in_group;
     const std::int64_t slot = head * p.rows.num_blocks + std::int64_t{batch} * head_blocks + block;
-    const int in_block = i % 4 * 16 + lane / 16 * 8;
-    const int own_marks = prepare_rows<T, 8>(p.inputs, p.rows, p.sequences.rows_q, sequence,
-                                             std::int64_t{block} * kBlockM + in_block, head,
-                                             slot * kBlockM + in_block, lane % 16);
+    int own_marks;
+    if constexpr (C.ordered) {
+      // As the prepare kernel does: a sequence gets the same bits wherever its unit lies.
+      WarpRows<T> rows(p.inputs, sequence, std::int64_t{block} * kBlockM + i % 4 * 16, head, lane);
+      float dsink = 0;
+      own_marks = rows.finish(p.rows, p.sequences.rows_q - sequence.q.begin,
+                              slot * kBlockM + i % 4 * 16, &dsink);
+    } else {
+      const int in_block = i % 4 * 16 + lane / 16 * 8;
+      own_marks = prepare_rows<T, 8>(p.inputs, p.rows, p.sequences.rows_q, sequence,
+                                     std::int64_t{block} * kBlockM + in_block, head,
+                                     slot * kBlockM + in_block, lane % 16);
+    }
     const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(own_marks));
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
