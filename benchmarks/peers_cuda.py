@@ -299,13 +299,13 @@ def _timed(call):
     return begin.elapsed_time(end) / 1e3
 
 
-def measure_cool(call, flush):
+def measure_cool(call, flush, calls=COOL_CALLS, gap_seconds=COOL_GAP_SECONDS):
     """Median seconds of single calls."""
     seconds = []
-    for _ in range(COOL_CALLS):
+    for _ in range(calls):
         flush.zero_()
         torch.cuda.synchronize()
-        time.sleep(COOL_GAP_SECONDS)
+        time.sleep(gap_seconds)
         seconds.append(_timed(call))
     return statistics.median(seconds)
 

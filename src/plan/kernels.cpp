@@ -49,6 +49,120 @@ std::string describe(const HopperBackward& c) {
   return text + (c.staged ? ", staged" : "");
 }
 
+// Of dq, what a CTA of the cluster makes: half of its rows or of its columns, for the keys of both.
+int dq_rows(const HopperBackward& c) {
+  return c.queries / (c.cluster == 2 && c.split_rows ? 2 : 1);
+}
+int dq_columns(const HopperBackward& c) {
+  return c.head_dim / (c.cluster == 2 && !c.split_rows ? 2 : 1);
+}
+
+// dS that comes from the peer.
+double peer_ds(const HopperBackward& c) {
+  return c.cluster == 2 ? half(c.queries, c.keys) * (c.split_rows ? 0.5 : 1) : 0;
+}
+
+std::vector<Product> hopper_products(const HopperBackward& c) {
+  using Dq = HopperBackward::Dq;
+  const int m = c.queries;
+  const int n = c.keys;
+  const int d = c.head_dim;
+  std::vector<Product> products;
+  // (1), (3): S^T = K Q^T and dP^T = V dO^T, or S and dP with the consumers side by side.
+  for (const char* name : {"S", "dP"}) {
+    products.push_back(c.swapped ? Product{name, m, n, d, Space::kShared, Space::kShared,
+                                           Space::kRegisters, c.consumers, m / kWgmmaRows}
+                                 : Product{name, n, m, d, Space::kShared, Space::kShared,
+                                           Space::kRegisters, 1, n / kWgmmaRows});
+  }
+  // (5), (6): dV = P^T dO and dK = dS^T Q from registers, or their transposes from shared memory.
+  for (const char* name : {"dV", "dK"}) {
+    products.push_back(c.swapped ? Product{name, d, n, m, Space::kShared, Space::kShared,
+                                           Space::kRegisters, 1, d / kWgmmaRows}
+                                 : Product{name, n, d, m, Space::kRegisters, Space::kShared,
+                                           Space::kRegisters, 1, n / kWgmmaRows});
+  }
+  // (7): dQ = dS K over the keys of the cluster, for this CTA's part of dq.
+  const int depth = n * c.cluster;
+  if (c.dq != Dq::kWorkspace) {
+    products.push_back(
+        c.dq_transposed
+            ? Product{"dQ", dq_columns(c), dq_rows(c), depth, Space::kShared, Space::kShared,
+                      Space::kRegisters, 1, dq_columns(c) / kWgmmaRows}
+            : Product{"dQ", dq_rows(c), dq_columns(c), depth, Space::kShared, Space::kShared,
+                      Space::kRegisters, c.dq_passes * (c.dq == Dq::kConsumers ? c.consumers : 1),
+                      dq_rows(c) / kWgmmaRows});
+  }
+  return products;
+}
+
+std::vector<SharedTraffic> hopper_shared_traffic(const HopperBackward& c) {
+  const double ds = half(c.queries, c.keys);
+  std::vector<SharedTraffic> traffic;
+  if (c.swapped) {
+    traffic.push_back({"P written", Use::kWritten, ds});
+  }
+  traffic.push_back({"dS written", Use::kWritten, ds});
+  if (c.dq == HopperBackward::Dq::kWorkspace) {
+    traffic.push_back({"dS read on its way to global memory", Use::kStaged, ds});
+  } else if (c.cluster == 2) {
+    traffic.push_back({"dS read for the peer", Use::kExchanged, peer_ds(c)});
+    traffic.push_back({"peer's dS lands", Use::kExchanged, peer_ds(c), true});
+  }
+  if (c.staged) {
+    const double dq = single(dq_rows(c), dq_columns(c));
+    traffic.push_back({"dQ written", Use::kStaged, dq});
+    traffic.push_back({"dQ read on its way to global memory", Use::kStaged, dq});
+  }
+  traffic.push_back({"Q and dO land", Use::kLanding, 2 * half(c.queries, c.head_dim)});
+  return traffic;
+}
+
+std::vector<Buffer> hopper_shared_buffers(const HopperBackward& c) {
+  const int m = c.queries;
+  const int n = c.keys;
+  const int d = c.head_dim;
+  const double ds = half(m, n);
+  std::vector<Buffer> buffers = {{"K", half(n, d)},
+                                 {"V", half(n, d)},
+                                 {"Q", c.q_stages * half(m, d)},
+                                 {"dO", c.do_stages * half(m, d)},
+                                 {"dS", c.ds_stages * ds},
+                                 {"lse, delta", (c.q_stages + c.do_stages) * single(m, 1)},
+                                 {"barriers", 256}};
+  if (c.swapped) {
+    buffers.push_back({"P", ds});
+  }
+  if (c.cluster == 2 && c.dq != HopperBackward::Dq::kWorkspace) {
+    buffers.push_back({"peer's K", half(n, dq_columns(c))});
+    buffers.push_back({"peer's dS", c.ds_stages * peer_ds(c)});
+  }
+  if (c.staged) {
+    buffers.push_back({"dQ", single(dq_rows(c), dq_columns(c))});
+  }
+  return buffers;
+}
+
+// A consumer keeps dK, dV, S and dP; its dq takes the registers of S and dP, which are done with.
+std::vector<Warpgroup> hopper_warpgroups(const HopperBackward& c) {
+  using Dq = HopperBackward::Dq;
+  const double consumer_threads = 128.0 * c.consumers;
+  const double dq_part = static_cast<double>(dq_rows(c)) * dq_columns(c) / c.dq_passes;
+  const double own_dq = c.dq == Dq::kConsumers ? dq_part / consumer_threads : 0;
+  const double accumulators = 2.0 * c.keys * c.head_dim / consumer_threads +
+                              std::max(2.0 * c.queries * c.keys / consumer_threads, own_dq);
+  std::vector<Warpgroup> warpgroups;
+  for (int i = 0; i < c.consumers; ++i) {
+    warpgroups.push_back(
+        {"consumer " + std::to_string(i), round_up_to_8(kBaseRegisters + accumulators)});
+  }
+  warpgroups.push_back(
+      c.dq == Dq::kWarpgroup
+          ? Warpgroup{"dq and loads", round_up_to_8(kBaseRegisters + dq_part / 128)}
+          : Warpgroup{"loads", kLoaderRegisters});
+  return warpgroups;
+}
+
 }  // namespace
 
 double Product::shared_bytes() const {
@@ -79,104 +193,23 @@ const char* name_of(Use use) {
 }
 
 Kernel hopper_backward(const HopperBackward& c) {
-  using Dq = HopperBackward::Dq;
-  const int m = c.queries;
-  const int n = c.keys;
-  const int d = c.head_dim;
-  const bool pair = c.cluster == 2;
   Kernel kernel{.name = "hopper-backward",
                 .description = describe(c),
-                .queries = m,
-                .keys = n,
-                .head_dim = d,
+                .queries = c.queries,
+                .keys = c.keys,
+                .head_dim = c.head_dim,
                 .ctas = c.cluster};
-
-  // (1), (3): S^T = K Q^T and dP^T = V dO^T, or S and dP with the consumers side by side.
-  for (const char* name : {"S", "dP"}) {
-    kernel.products.push_back(c.swapped ? Product{name, m, n, d, Space::kShared, Space::kShared,
-                                                  Space::kRegisters, c.consumers, m / kWgmmaRows}
-                                        : Product{name, n, m, d, Space::kShared, Space::kShared,
-                                                  Space::kRegisters, 1, n / kWgmmaRows});
-  }
-  // (5), (6): dV = P^T dO and dK = dS^T Q from registers, or their transposes from shared memory.
-  for (const char* name : {"dV", "dK"}) {
-    kernel.products.push_back(c.swapped ? Product{name, d, n, m, Space::kShared, Space::kShared,
-                                                  Space::kRegisters, 1, d / kWgmmaRows}
-                                        : Product{name, n, d, m, Space::kRegisters, Space::kShared,
-                                                  Space::kRegisters, 1, n / kWgmmaRows});
-  }
-  // (7): dQ = dS K over the keys of the cluster, for this CTA's part of dq.
-  const int dq_rows = m / (pair && c.split_rows ? 2 : 1);
-  const int dq_columns = d / (pair && !c.split_rows ? 2 : 1);
-  const int dq_depth = n * c.cluster;
-  if (c.dq != Dq::kWorkspace) {
-    kernel.products.push_back(
-        c.dq_transposed
-            ? Product{"dQ", dq_columns, dq_rows, dq_depth, Space::kShared, Space::kShared,
-                      Space::kRegisters, 1, dq_columns / kWgmmaRows}
-            : Product{"dQ", dq_rows, dq_columns, dq_depth, Space::kShared, Space::kShared,
-                      Space::kRegisters, c.dq_passes * (c.dq == Dq::kConsumers ? c.consumers : 1),
-                      dq_rows / kWgmmaRows});
-  }
-
-  const double ds = half(m, n);
-  const double peer_ds = pair ? ds * (c.split_rows ? 0.5 : 1) : 0;
-  if (c.swapped) {
-    kernel.shared_traffic.push_back({"P written", Use::kWritten, ds});
-  }
-  kernel.shared_traffic.push_back({"dS written", Use::kWritten, ds});
-  if (c.dq == Dq::kWorkspace) {
-    kernel.shared_traffic.push_back({"dS read on its way to global memory", Use::kStaged, ds});
-  } else if (pair) {
-    kernel.shared_traffic.push_back({"dS read for the peer", Use::kExchanged, peer_ds});
-    kernel.shared_traffic.push_back({"peer's dS lands", Use::kExchanged, peer_ds, true});
-  }
-  const double dq = single(dq_rows, dq_columns);
-  if (c.staged) {
-    kernel.shared_traffic.push_back({"dQ written", Use::kStaged, dq});
-    kernel.shared_traffic.push_back({"dQ read on its way to global memory", Use::kStaged, dq});
-  }
-  kernel.shared_traffic.push_back({"Q and dO land", Use::kLanding, 2 * half(m, d)});
+  kernel.products = hopper_products(c);
+  kernel.shared_traffic = hopper_shared_traffic(c);
   kernel.counts_sending = false;
-
-  kernel.global_traffic.push_back({"Q and dO", Level::kL2Load, 2 * half(m, d) / c.cluster});
-  if (c.dq != Dq::kWorkspace) {
-    kernel.global_traffic.push_back({"dQ", Level::kL2Reduce, dq});
+  kernel.global_traffic = {
+      {"Q and dO", Level::kL2Load, 2 * half(c.queries, c.head_dim) / c.cluster}};
+  if (c.dq != HopperBackward::Dq::kWorkspace) {
+    kernel.global_traffic.push_back({"dQ", Level::kL2Reduce, single(dq_rows(c), dq_columns(c))});
   }
-  kernel.fp32_operations = backward_fp32(m, n);
-
-  kernel.shared_buffers = {{"K", half(n, d)},
-                           {"V", half(n, d)},
-                           {"Q", c.q_stages * half(m, d)},
-                           {"dO", c.do_stages * half(m, d)},
-                           {"dS", c.ds_stages * ds},
-                           {"lse, delta", (c.q_stages + c.do_stages) * single(m, 1)},
-                           {"barriers", 256}};
-  if (c.swapped) {
-    kernel.shared_buffers.push_back({"P", ds});
-  }
-  if (pair && c.dq != Dq::kWorkspace) {
-    kernel.shared_buffers.push_back({"peer's K", half(n, dq_columns)});
-    kernel.shared_buffers.push_back({"peer's dS", c.ds_stages * peer_ds});
-  }
-  if (c.staged) {
-    kernel.shared_buffers.push_back({"dQ", dq});
-  }
-
-  // A consumer keeps dK, dV, S and dP; its dq takes the registers of S and dP, which are done with.
-  const double consumer_threads = 128.0 * c.consumers;
-  const double dq_part = static_cast<double>(dq_rows) * dq_columns / c.dq_passes;
-  const double own_dq = c.dq == Dq::kConsumers ? dq_part / consumer_threads : 0;
-  const double accumulators =
-      2.0 * n * d / consumer_threads + std::max(2.0 * m * n / consumer_threads, own_dq);
-  for (int i = 0; i < c.consumers; ++i) {
-    kernel.warpgroups.push_back(
-        {"consumer " + std::to_string(i), round_up_to_8(kBaseRegisters + accumulators)});
-  }
-  kernel.warpgroups.push_back(
-      c.dq == Dq::kWarpgroup
-          ? Warpgroup{"dq and loads", round_up_to_8(kBaseRegisters + dq_part / 128)}
-          : Warpgroup{"loads", kLoaderRegisters});
+  kernel.fp32_operations = backward_fp32(c.queries, c.keys);
+  kernel.shared_buffers = hopper_shared_buffers(c);
+  kernel.warpgroups = hopper_warpgroups(c);
   return kernel;
 }
 

@@ -12,6 +12,7 @@
 #include "backward_case.hpp"
 #include "backward_memory.cuh"
 #include "cuda/sm90/sm90_backend.hpp"
+#include "device_array.hpp"
 
 namespace flashgrad {
 

@@ -1,41 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory on the GPU for sm90_backward: strided tensors, random normals.
+// Elements of strided tensors on the GPU, and random normals for them, for sm90_backward.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <vector>
 
-#include "core/problem.hpp"
-#include "device_array.cuh"
+#include "backward_layout.hpp"
 
 namespace flashgrad {
-
-// For every row of q, or key, of the tensors: what it meets.
-struct Line {
-  int batch_index;           // of the tensors
-  int sequence;              // -1: none
-  std::int64_t row;          // of the tensors, in its batch entry
-  std::int64_t other_begin;  // first row of the sequence on the other side
-  std::int64_t begin, end;   // visible, relative to that
-};
-
-struct Layout {
-  std::int64_t batch, rows, heads, columns;
-  int head_pad, row_pad;
-  Tensor tensor(void* data, DType dtype) const {
-    const std::int64_t head = columns + head_pad;
-    const std::int64_t row = head * heads + row_pad;
-    return {data, dtype, row * rows, row, head, 1};
-  }
-  std::int64_t elements() const { return batch * rows * ((columns + head_pad) * heads + row_pad); }
-};
 
 static __device__ double load(const Tensor& t, std::int64_t at) {
   if (t.dtype == DType::kBF16) {

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "cuda/sm90/sm90_backend.hpp"
-#include "device_array.cuh"
+#include "device_array.hpp"
 
 using namespace flashgrad;
 

@@ -29,13 +29,14 @@ struct DeviceArray {
       poison();
     }
   }
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    CHECK_CUDA(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
+  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) { upload(host); }
   DeviceArray(const DeviceArray&) = delete;
   DeviceArray& operator=(const DeviceArray&) = delete;
   ~DeviceArray() { cudaFree(data); }
   void poison() { CHECK_CUDA(cudaMemset(data, 0xff, std::max<std::size_t>(count, 1) * sizeof(T))); }
+  void upload(const std::vector<T>& host) {
+    CHECK_CUDA(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
   [[nodiscard]] std::vector<T> host() const {
     std::vector<T> result(count);
     CHECK_CUDA(cudaMemcpy(result.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
