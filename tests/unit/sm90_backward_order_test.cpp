@@ -259,7 +259,8 @@ TEST(Sm90BackwardOrder, RotatedClustersStartApart) {
   EXPECT_EQ(r.segment, 8);
   EXPECT_EQ(r.round, 32);
   EXPECT_EQ(rotation(256, 64, 28).round, 16);  // fewer SMs
-  EXPECT_EQ(rotation(16, 4, 32).round, 2);
+  EXPECT_EQ(rotation(16, 5, 32).round, 2);
+  EXPECT_EQ(rotation(16, 4, 32).round, 1);  // few
   EXPECT_EQ(rotation(512, 1, 32).round, 1);
 }
 

@@ -143,7 +143,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   ptx::grid_dependency_launch();
   if constexpr (C.serves_units()) {
     if (tile.num_steps == kServesUnit) {
-      serve_units<C, T>(p, shared, unit_of(p, tile), tile.turn, static_cast<int>(rank));
+      serve_units<C, T>(p, unit_of(p, tile), tile.turn, static_cast<int>(rank));
       return;
     }
   }

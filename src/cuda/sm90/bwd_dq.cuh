@@ -94,23 +94,12 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   // full, cool, TFLOP/s: at once 593, under the first product 650, under the last 669.
   int slot_before = -1;
   int turn_before = 0;
-  // One warp gathers the others' additions, which do not wait for it, under the product and waits
-  // for the fence behind it, when it has let go of dS: two warps in alternate steps, not the one
-  // that loads. The barrier of a step is free again two steps later, when the warp has let go of
-  // the stage that the consumers then fill.
-  const auto passes_turn = [&](int step) { return warp == 2 + step % 2; };
-  const auto gather_turn = [&](int step) {
-    if (C.ordered && adds && slot_before >= 0) {
-      if (passes_turn(step)) {
-        ptx::named_barrier_sync<128>(5 + step % 2);
-      } else {
-        ptx::named_barrier_arrive<128>(5 + step % 2);
-      }
-    }
-  };
+  // Two warps wait for that fence in alternate steps, not the one that loads; with a cluster there
+  // is no register for that.
   const auto pass_turn = [&](int step) {
-    if (C.ordered && adds && slot_before >= 0 && passes_turn(step)) {
-      if (lane == 0) {
+    if (C.ordered && adds && slot_before >= 0) {
+      ptx::named_barrier_sync<128>(5);
+      if (warp == (C.cluster == 1 ? 2 + step % 2 : 3) && lane == 0) {
         ptx::store_release(p.order.counters + 2 * slot_before + rank,
                            static_cast<std::uint32_t>(turn_before + 1));
       }
@@ -189,14 +178,13 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           dq, DsTile::mn_major_descriptor(shared.peer_ds(0)) + ds_stage,
           KTile::mn_major_descriptor(shared.peer_k()));
       ptx::wgmma_commit();
-      gather_turn(step);
+      pass_turn(step);
       ptx::wgmma_wait<0>();
       ptx::pin(dq);
       if (lane == 0) {
         ptx::mbarrier_arrive(shared.ds_empty(stage));
         ptx::mbarrier_arrive_cluster(shared.peer_ds_empty(stage), other);
       }
-      pass_turn(step);
       if (adds) {
         add(rank, true, dq);
       }
@@ -230,15 +218,12 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
             __syncwarp();
           }
           if (piece == 0 && x == C.key_blocks - 1) {
-            gather_turn(step);
+            pass_turn(step);
           }
           ptx::wgmma_wait<0>();
           ptx::pin(dq);
           if (piece == kPieces - 1 && lane == 0) {
             ptx::mbarrier_arrive(shared.ds_empty(stage));
-          }
-          if (piece == 0 && x == C.key_blocks - 1) {
-            pass_turn(step);
           }
         }
         if (adds) {
@@ -262,7 +247,6 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   }
   if constexpr (C.ordered) {
     if (!finishes_dq(shared_tile)) {
-      gather_turn(tile.num_steps);
       pass_turn(tile.num_steps);
     } else if (adds) {
       // Its last block is among them, so that nobody waits for a turn there.

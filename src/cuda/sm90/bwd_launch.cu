@@ -142,7 +142,7 @@ BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& pl
                     static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
                 units_that_fill(static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
                                 static_cast<std::uint32_t>(
-                                    params.max_round > 0 ? params.round : params.num_kv_blocks)));
+                                    params.round > 1 ? params.round : params.num_kv_blocks)));
   return params;
 }
 

@@ -129,12 +129,12 @@ inline void plan_ordered_units(const Problem& p, int num_multiprocessors, BwdPla
     return;
   }
   const std::int64_t tiles = key_tiles_per_unit(p, *plan);
-  const int rotating = max_round(p, config.cluster, num_multiprocessors);
+  const std::int64_t round =
+      launched_round(p, tiles, max_round(p, config.cluster, num_multiprocessors));
   const std::int64_t section = units_together(
       static_cast<std::uint32_t>(num_units(p)), 0,
-      units_that_fill(
-          static_cast<std::uint32_t>(num_multiprocessors / config.cluster),
-          static_cast<std::uint32_t>(rotating > 0 ? launched_round(p, tiles, rotating) : tiles)));
+      units_that_fill(static_cast<std::uint32_t>(num_multiprocessors / config.cluster),
+                      static_cast<std::uint32_t>(round > 1 ? round : tiles)));
   plan->units.lead = plan_lead(num_units(p), tiles * config.cluster, section, num_multiprocessors);
   plan->section = plan->units.lead > 0 ? section : 0;
 }

@@ -173,15 +173,11 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
 
 // Turns the sums of a unit into dq and leaves zeros for the next unit of the slot, by `warps`
 // warps, 16 rows and a piece of the columns each at a time.
-// `warp_in_cta` tells them apart where they share memory.
 template <BwdConfig C, class T>
-__device__ __forceinline__ void finish_unit(const BwdParams& p, const BwdShared<C>& shared,
-                                            int unit, int warp, int warps, int warp_in_cta,
+__device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int warp, int warps,
                                             int lane) {
   constexpr int kColumns = C.dq_columns();
   constexpr int kPieces = C.dq_pieces();
-  // All tiles and stages: no tile is computed here.
-  using Sums = SumsRing<kColumns, C.lse_offset() / (BwdConfig::kThreads / 32)>;
   const int group = static_cast<int>(p.group);
   const int head_blocks = p.pipeline.head_blocks;
   const int heads_kv = static_cast<int>(p.heads_kv);
@@ -221,17 +217,26 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, const BwdShared<
     }
     return;
   }
-  Sums ring(shared.base + static_cast<std::uint32_t>(warp_in_cta * Sums::kBytes), lane);
-  const auto fetch = [&](int i) { ring.fetch(i < items, sums_of(i)); };
-#pragma unroll 1
-  for (int i = 0; i < Sums::kDepth; ++i) {
-    fetch(warp + i * warps);
-  }
+  // The loads of an item are under way while the one before is stored.
+  float4 next[kColumns / 8];
+  const auto load = [&](int i) {
+    if (i < items) {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        next[j] = ptx::load_sum(sums_of(i) + j * 128);
+      }
+    }
+  };
+  load(warp);
 #pragma unroll 1
   for (int i = warp; i < items; i += warps) {
     PackedRows<kColumns> x;
-    ring.template take<T>(x, p.scale);
-    fetch(i + Sums::kDepth * warps);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      x[0][j / 4][j % 4] = ptx::pack<T>(next[j].x * p.scale, next[j].y * p.scale);
+      x[1][j / 4][j % 4] = ptx::pack<T>(next[j].z * p.scale, next[j].w * p.scale);
+    }
+    load(i + warps);
     clear_sums(sums_of(i));
     place(i, [&](int row, int head, int column) {
       store_packed<kColumns>(x, p.dq, batch, row, q_rows - row, head, column, lane);
@@ -243,11 +248,10 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, const BwdShared<
 // in its cluster CTA `rank`. One half of its warps begins with reading rows from memory, the other
 // with sums, which are in the L2.
 template <BwdConfig C, class T>
-__device__ __forceinline__ void serve_units(const BwdParams& p, const BwdShared<C>& shared,
-                                            int unit, int part, int rank) {
+__device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int part, int rank) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_in_cta = static_cast<int>(threadIdx.x) / 32;
-  const int warp = part * kServingWarps<C> + rank * (BwdConfig::kThreads / 32) + warp_in_cta;
+  const int warp = part * kServingWarps<C> + rank * (BwdConfig::kThreads / 32) +
+                   static_cast<int>(threadIdx.x) / 32;
   const int parts = unit < p.num_units ? 1 : p.pipeline.last_parts;
   const int later = unit + p.pipeline.lead;
   if constexpr (!C.finishes_units()) {
@@ -266,7 +270,7 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, const BwdShared<
     } else if (p.pipeline.lag > 0 && earlier >= 0) {
       wait_for_all(unit_counter(p, earlier, UnitPipeline::kAdded), adding_warps<C>(p));
       wait_for_slot<C>(p, earlier);  // as no tile of it did if none sees a row
-      finish_unit<C, T>(p, shared, earlier, warp, parts * kServingWarps<C>, warp_in_cta, lane);
+      finish_unit<C, T>(p, earlier, warp, parts * kServingWarps<C>, lane);
       count_warp(unit_counter(p, earlier, UnitPipeline::kFinished), lane);
     }
   }

@@ -95,8 +95,16 @@ struct Rotation {
   std::int64_t round;    // clusters, as many as segments
 };
 
+// Short sequences do not rotate: they are added to by few clusters, each of which waits for the one
+// before only until it has begun.
+inline constexpr std::int64_t kFewBlocks = 16;
+inline constexpr std::int64_t kFewClusters = 4;
+
 FG_HOST_DEVICE constexpr Rotation rotation(std::int64_t num_m_blocks, std::int64_t num_clusters,
                                            std::int64_t max_round) {
+  if (num_m_blocks <= kFewBlocks && num_clusters <= kFewClusters) {
+    return {kFewBlocks, 1};
+  }
   const std::int64_t most = num_clusters < max_round ? num_clusters : max_round;
   const std::int64_t limit = most > 1 ? most : 1;
   Rotation r{8, num_m_blocks > 8 ? (num_m_blocks + 7) / 8 : 1};
