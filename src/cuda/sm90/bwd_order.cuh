@@ -103,6 +103,8 @@ __device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& til
   }
   wait_for_last(shared.q_empty(0), C.q_stages, tile.num_steps);
   wait_for_last(shared.do_empty(0), C.do_stages, tile.num_steps);
+  // And behind rows that the loading warp has cleared there: racecheck follows no chain of barriers.
+  ptx::named_barrier_sync<128>(5);
   Sums ring(shared.q(0) + static_cast<std::uint32_t>(warp * Sums::kBytes), lane);
   FinishWalk<kPieces> ahead = walk;
   const auto fetch = [&] {
