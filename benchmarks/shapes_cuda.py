@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import json
 import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -198,6 +199,7 @@ def make_peer(shape, inputs, against):
     """(name, contender) of the first that takes the shape, or (None, None)."""
     if against is not None:
         return "against", Flashgrad(shape, inputs, against)
+    warnings.filterwarnings("ignore", category=UserWarning)  # why a kernel does not take the shape
     for name in PEERS:
         try:
             return name, PyTorch(shape, inputs, name)
