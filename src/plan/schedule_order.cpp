@@ -373,6 +373,10 @@ std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy
   const bool rotates = policy.turns == Policy::Turns::kKernel && hides_nothing(problem);
   const std::int64_t round = rotates ? kernel_round(problem, keys, tile.max_round) : 1;
   const std::int64_t tiles = round > 1 ? round : (problem.seqlen_kv + keys - 1) / keys;
+  if (rotates) {
+    return sm90::units_at_a_time(static_cast<std::uint32_t>(processors),
+                                 static_cast<std::uint32_t>(tiles));
+  }
   return sm90::units_together(static_cast<std::uint32_t>(batch * problem.heads_kv), in_l2,
                               sm90::units_that_fill(static_cast<std::uint32_t>(processors),
                                                     static_cast<std::uint32_t>(tiles)));

@@ -16,7 +16,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -88,10 +87,6 @@ struct Shape {
 struct Lengths {
   int q, kv;
 };
-
-// Entries of a batch of two key heads each, about 1000 rows long, in which clusters of the main
-// kernel prepare units for others (unit_pipeline.hpp).
-constexpr int kServedBatch = 120;
 
 // How sequences lie: packed one after the other, or each in `padded` rows of its own.
 struct Placement {
@@ -307,14 +302,14 @@ bool invariant(const Shape& shape) {
                                 {"padded batch", {false, {2111, 2222}, numbers, lengths}},
                                 {"packed", {true, {}, numbers, lengths}},
                                 {"packed, one", {true, {}, {3}, {lengths[3]}}},
-                                // Units enough that the main kernel serves them.
                                 {"large batch", {false, lengths[0], {0}, {lengths[0]}}}};
+  // Its heads run in several sections.
   Placement& large = batches.back().placement;
-  for (int i = 0; i < kServedBatch - 2; ++i) {
+  for (int i = 0; i < 60; ++i) {
     large.sequences.push_back(100 + i);
   }
   large.sequences.push_back(7);
-  large.lengths.assign(kServedBatch, lengths[0]);
+  large.lengths.assign(large.sequences.size(), lengths[0]);
   for (const Batch& batch : batches) {
     if (!wrong.empty()) {
       break;
@@ -341,12 +336,8 @@ bool repeatable(const std::vector<Shape>& shapes, int repeats) {
   std::size_t bytes = 0;
   for (std::size_t i = 0; i < shapes.size(); ++i) {
     const Lengths length = i % 2 == 0 ? Lengths{2048, 2048} : Lengths{1000, 1300};
-    // Of some shapes so many that the main kernel serves their units.
-    std::vector<int> sequences(i < 4 ? kServedBatch / 2 : 3);
-    std::iota(sequences.begin(), sequences.end(), 0);
     calls.push_back(std::make_unique<Call>(
-        shapes[i],
-        Placement{false, length, sequences, std::vector<Lengths>(sequences.size(), length)}));
+        shapes[i], Placement{false, length, {0, 1, 2}, {length, length, length}}));
     bytes = std::max(bytes, calls.back()->workspace_bytes());
   }
   DeviceArray<unsigned char> workspace(bytes);

@@ -2,8 +2,7 @@
 // The order in which the ordered backward kernels add dq (cuda/sm90/bwd_order.cuh), simulated on
 // the host with the kernels' own tiles, walks and turns: nobody waits for ever, the first to a
 // block finds it unwritten, exactly one cluster finishes a block and does so last, and the order of
-// a sequence's additions does not depend on what lies beside it, nor on whether some clusters
-// prepare units (unit_pipeline.hpp), for whose rows the tiles wait.
+// a sequence's additions does not depend on what lies beside it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,7 +28,6 @@ struct Setting {
   int group;
   int max_round;
   int section;
-  int lead = 0;  // of units that clusters prepare
 };
 
 // For each query block of each sequence and head: the clusters that added, by their first key.
@@ -88,12 +86,6 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
     total = static_cast<std::uint32_t>(order.size());
   }
   const KeyTileForm form{kBlockN, kCluster, true};
-  p.pipeline.lead = setting.lead;
-  std::vector<bool> prepared(static_cast<std::size_t>(p.num_units), setting.lead == 0);
-  std::fill_n(prepared.begin(), setting.lead, true);
-  if (setting.lead > 0) {
-    total += static_cast<std::uint32_t>(p.num_units - setting.lead);
-  }
 
   std::map<int, int> counters;   // by slot: the turn; absent: nothing yet
   std::map<int, bool> finished;  // by slot
@@ -104,16 +96,7 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
   while (progress) {
     progress = false;
     while (next < total && static_cast<int>(running.size()) < slots) {
-      auto index = static_cast<std::uint32_t>(next++);
-      if (setting.lead > 0) {
-        const PreparedOrder::Work work = prepared_order(p).work(index);
-        if (work.unit >= 0) {
-          prepared[static_cast<std::size_t>(work.unit + setting.lead)] = true;
-          progress = true;
-          continue;
-        }
-        index = static_cast<std::uint32_t>(work.tile);
-      }
+      const auto index = static_cast<std::uint32_t>(next++);
       const PackedTile place = packed ? order[index] : tile_place(p, kTurnKeys, index);
       const KeyTile tile = key_tile_at(p, form, place, 0);
       const KeyTile peer = key_tile_at(p, form, place, 1);
@@ -137,9 +120,7 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
       EXPECT_FALSE(keys.empty());
       const bool nothing_yet = counters.find(slot) == counters.end();
       const int counter = nothing_yet ? static_cast<int>(keys.begin / kTurnKeys) : counters[slot];
-      const auto unit = static_cast<std::size_t>(
-          packed ? r.tile.head_kv : r.tile.batch_index * heads_kv + r.tile.head_kv);
-      if (counter != r.turn.value || !prepared[unit]) {
+      if (counter != r.turn.value) {
         ++i;
         continue;
       }
@@ -224,21 +205,6 @@ TEST(Sm90BackwardOrder, GroupsOfQueryHeads) {
   simulate({kFull, 3, 8, 4}, {{3000, 3000}, {3000, 3000}}, false, 2, 8);
   simulate({kCausal, 4, 0, 4}, {{3000, 3000}, {3000, 3000}}, false, 2, 1);
   simulate({kCausal, 3, 0, 4}, {{100, 100}, {3000, 2000}, {700, 900}}, true, 4, 1);
-}
-
-TEST(Sm90BackwardOrder, PreparedByOtherClusters) {
-  const std::vector<Lengths> batch(12, Lengths{1500, 1200});
-  for (const BandMask& mask : {kFull, kCausal}) {
-    const int max_round = mask == kFull ? 3 : 0;
-    const int slots = mask == kFull ? 3 : 1;
-    const Orders alone = simulate({mask, 2, max_round, 4}, {batch[0]}, false, 2, slots);
-    for (const int lead : {4, 7, 23}) {
-      const Orders orders = simulate({mask, 2, max_round, 4, lead}, batch, false, 2, slots);
-      for (const auto& order : orders) {
-        EXPECT_EQ(order, alone[0]);
-      }
-    }
-  }
 }
 
 TEST(Sm90BackwardOrder, TheSameAloneAndInABatch) {

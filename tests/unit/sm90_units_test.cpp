@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <random>
-#include <utility>
 #include <vector>
 
 #include "cuda/sm90/key_tile.cuh"
@@ -227,49 +226,6 @@ TEST(Sm90Units, FarEnoughApart) {
       EXPECT_LE(pipeline.slots * tiles, 6 * 132 + 2 * tiles) << "more than the L2 may hold";
     }
   }
-}
-
-// In ordered kernels: each tile has one cluster, which section_index finds, each later unit one
-// that prepares it, and nearly half of the device starts between that and the unit's first tile.
-TEST(Sm90Units, PreparedAheadOfOrderedTiles) {
-  struct Ordered {
-    int units, tiles, section, round;
-  };
-  for (const Ordered& s : {Ordered{256, 4, 26, 1},
-                           {256, 4, 52, 2},
-                           {64, 16, 8, 1},
-                           {64, 16, 13, 8},
-                           {16, 64, 2, 32},
-                           {240, 1, 120, 1},
-                           {41, 7, 5, 3}}) {
-    SCOPED_TRACE(testing::Message() << s.units << " units of " << s.tiles);
-    const int lead = plan_lead(s.units, 2 * s.tiles, s.section, 132);
-    ASSERT_GT(lead, 0);
-    const PreparedOrder order{s.tiles, s.units, lead};
-    const SectionOrder sections{
-        static_cast<std::uint32_t>(s.units), static_cast<std::uint32_t>(s.section),
-        static_cast<std::uint32_t>(s.tiles), static_cast<std::uint32_t>(s.round)};
-    const int clusters = s.units * s.tiles + s.units - lead;
-    std::vector<int> prepares(static_cast<std::size_t>(s.units), -1000);
-    std::vector<int> tiles(static_cast<std::size_t>(s.units), 0);
-    for (int i = 0; i < clusters; ++i) {
-      const PreparedOrder::Work work = order.work(i);
-      if (work.unit >= 0) {
-        EXPECT_EQ(std::exchange(prepares.at(static_cast<std::size_t>(work.unit + lead)), i), -1000);
-        continue;
-      }
-      const SectionTile tile = section_tile(sections, static_cast<std::uint32_t>(work.tile));
-      EXPECT_EQ(section_index(sections, tile), work.tile);
-      EXPECT_EQ(order.cluster_of(work.tile), i);
-      EXPECT_GE(i - prepares.at(tile.unit), 33);
-      ++tiles.at(tile.unit);
-    }
-    for (int u = 0; u < s.units; ++u) {
-      EXPECT_EQ(tiles.at(static_cast<std::size_t>(u)), s.tiles);
-      EXPECT_EQ(prepares.at(static_cast<std::size_t>(u)) >= 0, u >= lead);
-    }
-  }
-  EXPECT_EQ(plan_lead(16, 8, 8, 132), 0) << "too few units";
 }
 
 TEST(Sm90Units, FewUnitsHaveASlotEach) {

@@ -134,8 +134,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
   }
   if constexpr (C.ordered) {
     if (threadIdx.x / 32 == 4) {
-      load_tile<C.serves_units()>(
-          &tile, p.tiles + (share_number<C>(taken, shared, rank) * C.cluster + rank));
+      load_tile<false>(&tile, p.tiles + (share_number<C>(taken, shared, rank) * C.cluster + rank));
     }
     __syncthreads();
   }
@@ -156,7 +155,7 @@ __global__ __launch_bounds__(BwdConfig::kThreads,
       store_zeros(p.dv, tile, static_cast<int>(p.head_dim_v), static_cast<int>(threadIdx.x),
                   C.kThreads);
     }
-    if constexpr (C.finishes_units()) {
+    if constexpr (C.serves_units()) {
       if (warpgroup == 0 && p.pipeline.lag > 0) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         count_warp(unit_counter(p, unit_of(p, tile), UnitPipeline::kAdded), lane);

@@ -58,11 +58,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       loader.place(tile.q_row, tile.batch_index, tile.q_row + tile.q_rows);
     }
     if constexpr (C.serves_units()) {
-      if constexpr (C.ordered) {
-        static_cast<void>(wait_for_rows<C>(p, tile));
-      } else {
-        loader.all_readable = wait_for_rows<C>(p, tile);
-      }
+      loader.all_readable = wait_for_rows<C>(p, tile);
     }
 #pragma unroll 1
     for (int step = 0; step < kAhead && step <= tile.num_steps; ++step) {
@@ -79,7 +75,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     unit_offset = (unit % p.pipeline.slots - tile.head_kv) *
                       (static_cast<int>(p.group) * p.pipeline.head_blocks) +
                   (p.sequences.packed() ? tile.q_block : 0);
-    if constexpr (C.finishes_units()) {
+    if constexpr (C.serves_units()) {
       if (p.pipeline.lag > 0) {
         wait_for_slot<C>(p, unit);
       }
@@ -253,7 +249,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       finish_dq<C, T>(p, shared_tile, shared, rank, warp, lane);
     }
   }
-  if constexpr (C.finishes_units()) {
+  if constexpr (C.serves_units()) {
     if (p.pipeline.lag > 0) {
       count_warp(unit_counter(p, unit_of(p, shared_tile), UnitPipeline::kAdded), lane);
     }

@@ -56,8 +56,7 @@ Layout make_layout(const Problem& p, const BwdPlan& plan) {
       plan.ordered() ? blocks : plan.units.slots * p.group() * head_blocks(p);
   layout.dq_accumulator =
       plan.accumulates_dq(p) ? take(accumulated * kBlockM * plan.padded_head_dim * 4) : 0;
-  layout.unit_counters =
-      plan.units.serves() ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
+  layout.unit_counters = plan.units.lag > 0 ? take(num_units(p) * UnitPipeline::kNumCounts * 4) : 0;
   layout.counters = plan.ordered() ? take(blocks * 2 * 4) : 0;
   layout.ticket = plan.ordered() || plan.variant < 0 ? take(4) : 0;
   if (plan.has_main(p)) {
@@ -68,6 +67,12 @@ Layout make_layout(const Problem& p, const BwdPlan& plan) {
   }
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
+}
+
+// The largest round of rotating tiles: all its clusters run at the same time, on at most half of
+// the device.
+int max_round(const Problem& p, int cluster, const cuda::DeviceProperties& device) {
+  return hides_nothing(p.mask) ? std::clamp(device.num_multiprocessors / (2 * cluster), 1, 32) : 0;
 }
 
 // Bytes of q, dout and the sums of dq of a key head's group, for each query.
@@ -86,7 +91,7 @@ PackedPass make_packed_pass(const Problem& p, const BwdPlan& plan,
           .slots = static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
           .l2_rows = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)),
           .class_shift = class_shift(p.max_seqlen_q),
-          .max_round = plan.ordered() ? max_round(p, cluster, device.num_multiprocessors) : 0};
+          .max_round = plan.ordered() ? max_round(p, cluster, device) : 0};
 }
 
 template <class T>
@@ -130,19 +135,26 @@ BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& pl
   params.ragged_rows = p.packed && cluster == 1 ? cuda::kRaggedRows : 0;
   if (plan.ordered()) {
     params.order = order;
-    params.max_round = max_round(p, cluster, device.num_multiprocessors);
-    params.round = launched_round(p, params.num_kv_blocks, params.max_round);
+    params.max_round = max_round(p, cluster, device);
+    if (params.max_round > 0) {
+      // A round whose size only the device knows lies inside of a unit's tiles.
+      params.round = p.has_seqused_q || p.has_seqused_kv
+                         ? std::max<std::int64_t>(params.num_kv_blocks, 1)
+                         : rotation((p.seqlen_q + kBlockM - 1) / kBlockM, params.num_kv_blocks,
+                                    params.max_round)
+                               .round;
+    }
   }
-  params.section =
-      plan.section > 0
-          ? plan.section
-          : units_together(
-                static_cast<std::uint32_t>(params.num_units),
-                rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
-                    static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
-                units_that_fill(static_cast<std::uint32_t>(device.num_multiprocessors / cluster),
-                                static_cast<std::uint32_t>(
-                                    params.round > 1 ? params.round : params.num_kv_blocks)));
+  const auto slots = static_cast<std::uint32_t>(device.num_multiprocessors / cluster);
+  const auto of_unit =
+      static_cast<std::uint32_t>(params.round > 1 ? params.round : params.num_kv_blocks);
+  const auto in_l2 = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
+                     static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1));
+  params.section = plan.section > 0 ? plan.section
+                   : params.max_round > 0
+                       ? units_at_a_time(slots, of_unit)
+                       : units_together(static_cast<std::uint32_t>(params.num_units), in_l2,
+                                        units_that_fill(slots, of_unit));
   return params;
 }
 
@@ -222,7 +234,7 @@ Status run(const Problem& p, const Args& args) {
   }
   UnitPipeline pipeline = plan.units;
   pipeline.head_blocks = static_cast<std::int32_t>(head_blocks(p));
-  pipeline.counters = pipeline.serves() ? word(layout.unit_counters) : nullptr;
+  pipeline.counters = pipeline.lag > 0 ? word(layout.unit_counters) : nullptr;
   pipeline.lag = dq_accumulator != nullptr ? pipeline.lag : 0;
   pipeline.lead = all_wide(row_inputs(p, args)) ? pipeline.lead : 0;
   const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;

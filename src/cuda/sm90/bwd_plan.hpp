@@ -9,7 +9,6 @@
 
 #include "core/problem.hpp"
 #include "cuda/sm90/config.hpp"
-#include "cuda/sm90/section_order.hpp"
 #include "cuda/sm90/sequences.cuh"
 #include "cuda/sm90/unit_pipeline.hpp"
 
@@ -53,23 +52,6 @@ inline int find_variant(const Problem& p, bool ordered) {
   return found;
 }
 
-// The largest round of rotating tiles of an ordered kernel: all its clusters run at the same time,
-// on at most half of the device. 0: none rotate.
-inline int max_round(const Problem& p, int cluster, int num_multiprocessors) {
-  return hides_nothing(p.mask) ? std::clamp(num_multiprocessors / (2 * cluster), 1, 32) : 0;
-}
-
-// Neighbouring tiles of a unit that are launched together for it.
-inline std::int64_t launched_round(const Problem& p, std::int64_t tiles, int max_round) {
-  if (max_round == 0) {
-    return 1;
-  }
-  // A round whose size only the device knows lies inside of a unit's tiles.
-  return p.has_seqused_q || p.has_seqused_kv
-             ? std::max<std::int64_t>(tiles, 1)
-             : rotation((p.seqlen_q + kBlockM - 1) / kBlockM, tiles, max_round).round;
-}
-
 // Whether the key tiles of a unit take about as long as they do with a causal mask, or longer.
 // Under a narrow window they are done before a unit could be served: with a window of (1024, 0) at
 // 16k tokens a call that serves units takes more than twice as long.
@@ -90,7 +72,7 @@ struct BwdPlan {
   int variant = -1;          // of the main kernel; -1: bwd_wide
   bool separate_dq = false;  // by bwd_query: nothing but dq, or a wide head without room for dS
   int padded_head_dim = 0;
-  UnitPipeline units;
+  UnitPipeline units;        // of main kernels that are not ordered
   std::int64_t section = 0;  // units launched together where they are served, else 0
 
   [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
@@ -114,29 +96,9 @@ inline std::int64_t key_tiles_per_unit(const Problem& p, const BwdPlan& plan) {
 // Its CTAs, or clusters of them: for each tile, and those that serve units.
 inline std::int64_t num_clusters(const Problem& p, const BwdPlan& plan,
                                  const UnitPipeline& pipeline) {
-  const std::int64_t served = !pipeline.serves() ? 0
-                              : plan.ordered()
-                                  ? num_units(p) - pipeline.lead
-                                  : num_units(p) + std::int64_t{pipeline.lag} * pipeline.last_parts;
+  const std::int64_t served =
+      pipeline.serves() ? num_units(p) + std::int64_t{pipeline.lag} * pipeline.last_parts : 0;
   return num_units(p) * key_tiles_per_unit(p, plan) + served;
-}
-
-// Which units of an ordered kernel its own clusters prepare.
-inline void plan_ordered_units(const Problem& p, int num_multiprocessors, BwdPlan* plan) {
-  const BwdConfig& config = kBwdConfigs[plan->variant];
-  if (p.packed || !config.serves_units() || p.seqlen_q == 0 || !has_long_tiles(p) ||
-      p.wants_dsinks) {
-    return;
-  }
-  const std::int64_t tiles = key_tiles_per_unit(p, *plan);
-  const std::int64_t round =
-      launched_round(p, tiles, max_round(p, config.cluster, num_multiprocessors));
-  const std::int64_t section = units_together(
-      static_cast<std::uint32_t>(num_units(p)), 0,
-      units_that_fill(static_cast<std::uint32_t>(num_multiprocessors / config.cluster),
-                      static_cast<std::uint32_t>(round > 1 ? round : tiles)));
-  plan->units.lead = plan_lead(num_units(p), tiles * config.cluster, section, num_multiprocessors);
-  plan->section = plan->units.lead > 0 ? section : 0;
 }
 
 inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
@@ -149,15 +111,11 @@ inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
                          : width <= 64                          ? 64
                          : width <= 128                         ? 128
                                                                 : 256;
-  if (plan.variant < 0 || plan.separate_dq) {
+  if (plan.variant < 0 || plan.ordered() || plan.separate_dq) {
     return plan;
   }
   const BwdConfig& config = kBwdConfigs[plan.variant];
   plan.units.slots = static_cast<std::int32_t>(num_units(p));
-  if (plan.ordered()) {
-    plan_ordered_units(p, num_multiprocessors, &plan);
-    return plan;
-  }
   // Who serves a unit writes whole rows of the kernel's width, 16 bits an element, or else
   // element by element, which takes longer than the kernel that finishes.
   const bool whole_rows = p.head_dim == config.head_dim && p.dq_dtype == p.dtype;

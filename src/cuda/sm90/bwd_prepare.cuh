@@ -11,7 +11,7 @@
 //
 // | CTAs          | do                                                                          |
 // |---------------|-----------------------------------------------------------------------------|
-// | key_tile_ctas | describe the main kernel's tiles, and set the counters of units             |
+// | key_tile_ctas | describe the main kernel's tiles                                            |
 // | (the rest)    | a query block of a head each, a warp 16 rows                                |
 // | zero_ctas     | zeros; the last, since the memory takes reads and writes faster apart (H200,|
 // |               | 134 MB of each: 66 us one behind the other, 74 us mixed)                    |
@@ -65,27 +65,17 @@ __device__ __forceinline__ KeyTile describe(const BwdParams& main, const KeyTile
                                             std::uint32_t index, std::uint32_t rank) {
   std::int64_t number = index;
   if (main.pipeline.serves()) {
-    std::int64_t unit = -1;
-    std::int64_t part = 0;
-    if (form.ordered) {
-      const PreparedOrder::Work work = prepared_order(main).work(index);
-      unit = work.unit;
-      number = work.tile;
-    } else {
-      const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
-                              main.pipeline.last_parts);
-      unit = order.unit;
-      part = order.part;
-      number = order.tile;
-    }
-    if (unit >= 0) {
+    const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
+                            main.pipeline.last_parts);
+    if (order.unit >= 0) {
       KeyTile tile{};
       tile.num_steps = kServesUnit;
-      tile.batch_index = static_cast<int>(unit / main.heads_kv);
-      tile.head_kv = static_cast<int>(unit % main.heads_kv);
-      tile.turn = static_cast<int>(part);
+      tile.batch_index = static_cast<int>(order.unit / main.heads_kv);
+      tile.head_kv = static_cast<int>(order.unit % main.heads_kv);
+      tile.turn = static_cast<int>(order.part);
       return tile;
     }
+    number = order.tile;
   }
   return key_tile_at(main, form,
                      tile_place(main, std::int64_t{form.block_n} * form.cluster,
@@ -102,53 +92,101 @@ __device__ __forceinline__ KeyTile describe_packed(const BwdParams& main,
              : KeyTile{};  // no steps, writes no rows
 }
 
-// A counter of an ordered main kernel before anybody has added to the block, which `keys` reach.
-__device__ __forceinline__ std::uint32_t first_turn(const BwdPrepareParams& p, const Range& keys) {
-  return kNothingYet |
-         static_cast<std::uint32_t>(keys.begin) / static_cast<std::uint32_t>(p.keys_per_turn);
-}
-
-// Where units are served: the counters of all units, and what others find who prepare later ones.
-// By threads `number` of `numbers`.
-__device__ __forceinline__ void begin_units(const BwdPrepareParams& p, unsigned number,
-                                            unsigned numbers) {
-  if (p.pipeline.counters != nullptr) {
-#pragma unroll 1
-    for (std::int64_t i = number; i < p.num_units * UnitPipeline::kNumCounts; i += numbers) {
-      p.pipeline.counters[i] = 0;
-    }
-  }
-  if (p.pipeline.lead == 0) {
-    return;
-  }
-  // Who prepares a unit only adds marks, and sets no turns: not all who add to a block wait for it
-  // to be prepared.
-  const auto head_blocks = static_cast<unsigned>(p.pipeline.head_blocks);
-  const auto group = static_cast<unsigned>(p.group);
-  const auto heads_kv = static_cast<unsigned>(p.heads_q) / group;
-#pragma unroll 1
-  for (std::int64_t i = number; i < p.heads_q * p.rows.num_blocks; i += numbers) {
-    const auto head = static_cast<unsigned>(i / p.rows.num_blocks);
-    const auto block = static_cast<unsigned>(i % p.rows.num_blocks);
-    const unsigned batch = block / head_blocks;
-    if (batch * heads_kv + head / group < static_cast<unsigned>(p.pipeline.lead)) {
-      continue;
-    }
-    p.rows.unreadable[i] = 0;
-    if (p.order.counters != nullptr) {
-      const std::int64_t begin = std::int64_t{block - batch * head_blocks} * kBlockM;
-      const Range keys = sequence_span(p.sequences, batch).band.kv_range(begin, begin + kBlockM);
-      p.order.counters[2 * i] = p.order.counters[2 * i + 1] = first_turn(p, keys);
-    }
-  }
-}
-
 // Puts the tiles of a packed batch in order; before prepare, one CTA.
 __global__ __launch_bounds__(kPackedOrderThreads) void bwd_packed_order(
     const __grid_constant__ Sequences sequences, const __grid_constant__ KeyTileParams tiles) {
   ptx::grid_dependency_launch();
   make_packed_order<kPackedOrderThreads>(tiles.packed, sequences, tiles.num_tiles,
                                          tiles.packed_tiles, tiles.num_packed_tiles);
+}
+
+// dq = 0 in the rows of a block that no key reaches.
+__device__ __forceinline__ void clear_dq(const BwdPrepareParams& p, const SequenceSpan& sequence,
+                                         std::int64_t row_begin, std::int64_t head) {
+  const std::int64_t left = sequence.q.end - sequence.q.begin - row_begin;
+  const std::int64_t total = (left < kBlockM ? left : kBlockM) * p.head_dim;
+  for (std::int64_t i = threadIdx.x; i < total; i += kPrepareThreads) {
+    const std::int64_t row = sequence.q.begin + row_begin + i / p.head_dim;
+    const std::int64_t at = p.dq.offset(sequence.batch_index, row, head) + i % p.head_dim;
+    if (p.dq.dtype == DType::kF32) {
+      static_cast<float*>(p.dq.data)[at] = 0;
+    } else {
+      static_cast<std::uint16_t*>(p.dq.data)[at] = 0;
+    }
+  }
+}
+
+// 128 columns of out and dout in 16 rows, a lane's part: rows lane / 4 and 8 more, in each four
+// times 8 columns, those of the four lanes of a row next to each other.
+struct RowPieces {
+  uint4 out[2][4];
+  uint4 dout[2][4];
+};
+
+// 8 elements, as many as `count`, the others 0.
+template <class T>
+__device__ __forceinline__ uint4 gather_8(const T* from, std::int64_t stride, int count) {
+  std::uint32_t pairs[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) {
+      pairs[i / 2] |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(from)[i * stride]}
+                      << (i % 2 * 16);
+    }
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Loads columns from `column` on. `out` and `dout` are the lane's first row; rows from `left` on,
+// counted from there, are zeros.
+template <class T>
+__device__ __forceinline__ void load_pieces(RowPieces& pieces, const RowInputs& p, bool wide,
+                                            const T* out, const T* dout, int left, int column) {
+  const auto columns = static_cast<int>(p.head_dim_v);
+  const auto load = [&](auto&& load_8) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int c = column + 32 * k;
+        pieces.out[i][k] = pieces.dout[i][k] = make_uint4(0, 0, 0, 0);
+        if (8 * i < left && c < columns) {
+          load_8(pieces.out[i][k], pieces.dout[i][k], 8 * i, c);
+        }
+      }
+    }
+  };
+  if (wide) {
+    load([&](uint4& x, uint4& y, int row, int c) {
+      x = __ldcs(reinterpret_cast<const uint4*>(out + row * p.out.row_stride + c));
+      y = *reinterpret_cast<const uint4*>(dout + row * p.dout.row_stride + c);
+    });
+  } else {
+    load([&](uint4& x, uint4& y, int row, int c) {
+      if (p.dout) {
+        x = gather_8(out + row * p.out.row_stride + c, 1, columns - c);
+        y = gather_8(dout + row * p.dout.row_stride + c * p.dout.dim_stride, p.dout.dim_stride,
+                     columns - c);
+      }
+    });
+  }
+}
+
+// Adds the products of 8 rows of dout and of out each, of whose 8 x 8 elements the diagonal is (1):
+// with scalar products the instructions take as long as the memory.
+template <class T>
+__device__ __forceinline__ void multiply_pieces(float (&products)[2][4], const RowPieces& pieces) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const uint4 a = pieces.dout[0][k];
+    const uint4 b = pieces.dout[1][k];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 x = pieces.out[i][k];
+      ptx::multiply_16x8<T>(products[i], a.x, b.x, a.y, b.y, x.x, x.y);
+      ptx::multiply_16x8<T>(products[i], a.z, b.z, a.w, b.w, x.z, x.w);
+    }
+  }
 }
 
 template <class T>
@@ -176,7 +214,6 @@ __global__ __launch_bounds__(kPrepareThreads,
         tiles.tiles[tile] = describe(main, tiles.form, index, tile % cluster);
       }
     }
-    begin_units(p, blockIdx.x * kPrepareThreads + threadIdx.x, tile_ctas * kPrepareThreads);
     return;
   }
   const unsigned index = blockIdx.x - (blockIdx.x < before ? 0 : tile_ctas);
@@ -203,26 +240,100 @@ __global__ __launch_bounds__(kPrepareThreads,
   const std::int64_t unit = of.span * heads_kv + head / static_cast<unsigned>(p.group);
   const bool prepares = p.pipeline.lead == 0 || unit < p.pipeline.lead;
 
-  if (!prepares) {
-    return;
+  const std::int64_t row = of.row_begin() + 16 * warp + lane / 4;  // the lane's first, relative
+  const int left = prepares ? static_cast<int>(clamp_to(sequence.band.seqlen_q - row, 0, 16)) : 0;
+  const auto offset = [&](const Tensor& t) {
+    return t.offset(sequence.batch_index, sequence.q.begin + row, head);
+  };
+  const RowInputs& in = p.inputs;
+  const T* const out = static_cast<const T*>(in.out.data) + offset(in.out);
+  const T* const dout = static_cast<const T*>(in.dout.data) + offset(in.dout);
+  const bool wide = all_wide(in);
+  // Loads come first, also of rows that turn out not to count.
+  RowPieces pieces;
+  load_pieces(pieces, in, wide, out, dout, left, lane % 4 * 8);
+  const bool speaks = lane % 4 == lane / 8;  // gets diagonals of the products
+  float lse[2] = {INFINITY, INFINITY};
+  float dlse[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (speaks && 8 * i < left) {
+      lse[i] = static_cast<const float*>(in.lse.data)[offset(in.lse) + 8 * i * in.lse.row_stride];
+      if (in.dlse) {
+        dlse[i] =
+            static_cast<const float*>(in.dlse.data)[offset(in.dlse) + 8 * i * in.dlse.row_stride];
+      }
+    }
   }
-
-  WarpRows<T> rows(p.inputs, sequence, of.row_begin() + 16 * warp, head, lane);
+  const bool sees[2] = {!sequence.band.kv_range(row, row + 1).empty(),
+                        !sequence.band.kv_range(row + 8, row + 9).empty()};
   // Rows past the end of the tensor, or the sequence, come as zeros from the copy engine.
   const std::int64_t rows_end = (p.ragged ? sequence.q.end : s.rows_q) - sequence.q.begin;
-  float dsink = 0;
-  const int marks = rows.finish(p.rows, rows_end, slot * kBlockM + 16 * warp, &dsink);
-  if (p.order.counters != nullptr && prepares) {
+  const int left_to_load = static_cast<int>(clamp_to(rows_end - row, 0, 16));
+
+  if (p.order.counters != nullptr) {
     const Range keys = sequence.band.kv_range(of.row_begin(), of.row_begin() + kBlockM);
     if (thread < 2) {
-      p.order.counters[2 * slot + thread] = first_turn(p, keys);
+      p.order.counters[2 * slot + thread] =
+          kNothingYet |
+          static_cast<std::uint32_t>(keys.begin) / static_cast<std::uint32_t>(p.keys_per_turn);
     }
     if (keys.empty()) {
-      clear_dq(p.dq, p.head_dim, sequence, of.row_begin(), kBlockM, head, thread, kPrepareThreads);
+      clear_dq(p, sequence, of.row_begin(), head);
     }
   }
   if (p.order.ticket != nullptr && index == 0 && thread == 0) {
     *p.order.ticket = 0;
+  }
+  const std::int64_t number = std::int64_t{index} * kPrepareThreads + thread;
+  const std::int64_t numbers = std::int64_t{block_ctas} * kPrepareThreads;
+  if (p.pipeline.counters != nullptr) {
+    for (std::int64_t i = number; i < p.num_units * UnitPipeline::kNumCounts; i += numbers) {
+      p.pipeline.counters[i] = 0;
+    }
+  }
+  if (p.pipeline.lead > 0) {
+    // Who prepares later units only adds marks.
+    for (std::int64_t i = number; i < p.heads_q * p.rows.num_blocks; i += numbers) {
+      const auto of_head = static_cast<unsigned>(i / p.rows.num_blocks);
+      const auto of_block = static_cast<unsigned>(i % p.rows.num_blocks);
+      const unsigned batch = of_block / static_cast<unsigned>(p.pipeline.head_blocks);
+      if (batch * heads_kv + of_head / static_cast<unsigned>(p.group) >=
+          static_cast<unsigned>(p.pipeline.lead)) {
+        p.rows.unreadable[i] = 0;
+      }
+    }
+    if (!prepares) {
+      return;
+    }
+  }
+
+  float products[2][4] = {};
+  multiply_pieces<T>(products, pieces);
+#pragma unroll 1
+  for (int column = 128; column < in.head_dim_v; column += 128) {
+    load_pieces(pieces, in, wide, out, dout, left, column + lane % 4 * 8);
+    multiply_pieces<T>(products, pieces);
+  }
+  int marks = 0;
+  float dsink = 0;
+  if (speaks) {
+    const float sink = in.sinks != nullptr ? in.sinks[head] : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float delta = lane / 4 % 2 == 0 ? products[i][2 * i] : products[i][2 * i + 1];
+      const bool read = 8 * i < left && sees[i] && !isinf(lse[i]);
+      const float neg_delta = read ? dlse[i] - delta : 0.0F;
+      constexpr float kLog2E = 1.4426950408889634F;
+      const std::int64_t statistic = slot * kBlockM + 16 * warp + lane / 4 + 8 * i;
+      p.rows.neg_lse_log2[statistic] = read ? -lse[i] * kLog2E : -INFINITY;
+      p.rows.neg_delta[statistic] = neg_delta;
+      const bool unreadable = !read && 8 * i < left_to_load;
+      marks |= unreadable ? 1 : read && isnan(lse[i] + neg_delta) ? kHasNan : 0;
+      if (!isinf(lse[i]) && sink != -INFINITY) {
+        dsink += expf(sink - lse[i]) * (read ? neg_delta : dlse[i]);
+      }
+    }
   }
   const bool any_unreadable = __syncthreads_or(marks & 1) != 0;
   const bool any_nan = __syncthreads_or(marks & kHasNan) != 0;

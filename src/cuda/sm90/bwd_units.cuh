@@ -4,9 +4,9 @@
 #pragma once
 
 #include "cuda/ptx/sync.cuh"
+#include "cuda/sm90/bwd_order.cuh"
 #include "cuda/sm90/bwd_rows.cuh"
 #include "cuda/sm90/bwd_shared.cuh"
-#include "cuda/sm90/bwd_sums.cuh"
 #include "cuda/sm90/params.hpp"
 #include "cuda/sm90/unit_pipeline.hpp"
 
@@ -96,26 +96,19 @@ __device__ __forceinline__ void count_prepared(const BwdParams& p, int unit, int
   }
   const std::uint32_t ready = (before & kSomeMarked) == 0 ? kRowsReadable : kRowsMarked;
   const int num_tiles = static_cast<int>(p.num_kv_blocks) * C.cluster;
-  const auto tell = [&](std::int64_t cluster, int rank) {
-    ptx::store_release(&p.tiles[cluster * C.cluster + rank].rows_ready, ready);
-  };
-  if constexpr (C.ordered) {
-    for (int i = lane; i < num_tiles; i += 32) {
-      tell(prepared_cluster(p, unit, i / C.cluster), i % C.cluster);
-    }
-  } else {
-    const std::int64_t first =
-        ServedOrder::cluster_of(unit, 0, p.section, p.num_kv_blocks, p.num_units);
-    const std::int64_t second =
-        ServedOrder::cluster_of(unit, 1, p.section, p.num_kv_blocks, p.num_units);
-    for (int i = lane; i < num_tiles; i += 32) {
-      tell(first + i / C.cluster * (second - first), i % C.cluster);
-    }
+  const std::int64_t first =
+      ServedOrder::cluster_of(unit, 0, p.section, p.num_kv_blocks, p.num_units);
+  const std::int64_t second =
+      ServedOrder::cluster_of(unit, 1, p.section, p.num_kv_blocks, p.num_units);
+  for (int i = lane; i < num_tiles; i += 32) {
+    KeyTile* const tile =
+        p.tiles + (first + i / C.cluster * (second - first)) * C.cluster + i % C.cluster;
+    ptx::store_release(&tile->rows_ready, ready);
   }
 }
 
 // Prepares the rows of a unit, by `warps` warps, 16 rows each at a time.
-template <BwdConfig C, class T>
+template <class T>
 __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int warp, int warps,
                                              int lane) {
   const int head_blocks = p.pipeline.head_blocks;
@@ -144,29 +137,14 @@ __device__ __forceinline__ void prepare_unit(const BwdParams& p, int unit, int w
     const int block = i / 4 - in_group * head_blocks;
     const int head = first_head + in_group;
     const std::int64_t slot = head * p.rows.num_blocks + std::int64_t{batch} * head_blocks + block;
-    int own_marks;
-    if constexpr (C.ordered) {
-      // As the prepare kernel does: a sequence gets the same bits wherever its unit lies.
-      WarpRows<T> rows(p.inputs, sequence, std::int64_t{block} * kBlockM + i % 4 * 16, head, lane);
-      float dsink = 0;
-      own_marks = rows.finish(p.rows, p.sequences.rows_q - sequence.q.begin,
-                              slot * kBlockM + i % 4 * 16, &dsink);
-    } else {
-      const int in_block = i % 4 * 16 + lane / 16 * 8;
-      own_marks = prepare_rows<T, 8>(p.inputs, p.rows, p.sequences.rows_q, sequence,
-                                     std::int64_t{block} * kBlockM + in_block, head,
-                                     slot * kBlockM + in_block, lane % 16);
-    }
+    const int in_block = i % 4 * 16 + lane / 16 * 8;
+    const int own_marks = prepare_rows<T, 8>(p.inputs, p.rows, p.sequences.rows_q, sequence,
+                                             std::int64_t{block} * kBlockM + in_block, head,
+                                             slot * kBlockM + in_block, lane % 16);
     const unsigned marks = __reduce_or_sync(0xffffffffU, static_cast<unsigned>(own_marks));
     if (marks != 0 && lane == 0) {
       atomicOr(p.rows.unreadable + slot, static_cast<int>(marks));
       atomicOr(unit_counter(p, unit, UnitPipeline::kPrepared), kSomeMarked);
-    }
-    if constexpr (C.ordered) {
-      const std::int64_t begin = std::int64_t{block} * kBlockM;
-      if (p.dq && sequence.band.kv_range(begin, begin + kBlockM).empty()) {
-        clear_dq(p.dq, p.head_dim, sequence, begin + i % 4 * 16, 16, head, lane, 32);
-      }
     }
   }
 }
@@ -254,17 +232,12 @@ __device__ __forceinline__ void serve_units(const BwdParams& p, int unit, int pa
                    static_cast<int>(threadIdx.x) / 32;
   const int parts = unit < p.num_units ? 1 : p.pipeline.last_parts;
   const int later = unit + p.pipeline.lead;
-  if constexpr (!C.finishes_units()) {
-    prepare_unit<C, T>(p, later, warp, kServingWarps<C>, lane);
-    count_prepared<C>(p, later, lane);
-    return;
-  }
   const int earlier = unit - p.pipeline.lag;
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     if ((half + warp) % 2 == 0) {
       if (p.pipeline.lead > 0 && later < p.num_units) {
-        prepare_unit<C, T>(p, later, warp, kServingWarps<C>, lane);
+        prepare_unit<T>(p, later, warp, kServingWarps<C>, lane);
         count_prepared<C>(p, later, lane);
       }
     } else if (p.pipeline.lag > 0 && earlier >= 0) {

@@ -32,10 +32,8 @@ struct BwdConfig {
   // / 689, causal 630 / 652; not ordered, full 704 / 677.
   constexpr bool consumers_send() const { return cluster == 2 && ordered; }
 
-  // Some CTAs prepare the rows of units instead of computing a tile and, where dq is not ordered,
-  // finish other units (unit_pipeline.hpp); softcap needs the registers.
-  constexpr bool serves_units() const { return !softcap; }
-  constexpr bool finishes_units() const { return !ordered && !softcap; }
+  // Tiles prepare and finish other units too (unit_pipeline.hpp); softcap needs the registers.
+  constexpr bool serves_units() const { return !ordered && !softcap; }
 
   // A consumer leaves out the query blocks that see none of its keys, and stores dk and dv from its
   // registers. H200, without / with, cool and sustained: causal 1k 330, 336 / 335, 341; window

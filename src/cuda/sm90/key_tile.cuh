@@ -91,20 +91,6 @@ FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::int64_t key
           static_cast<std::int32_t>(unit % heads)};
 }
 
-// Which clusters of an ordered kernel prepare units (unit_pipeline.hpp).
-FG_HOST_DEVICE inline PreparedOrder prepared_order(const BwdParams& p) {
-  return {p.num_kv_blocks, p.num_units, p.pipeline.lead};
-}
-
-// The number of the cluster of an ordered kernel that computes block `block` of a unit.
-FG_HOST_DEVICE inline std::int64_t prepared_cluster(const BwdParams& p, std::int64_t unit,
-                                                    std::int64_t block) {
-  return prepared_order(p).cluster_of(section_index(
-      {static_cast<std::uint32_t>(p.num_units), static_cast<std::uint32_t>(p.section),
-       static_cast<std::uint32_t>(p.num_kv_blocks), static_cast<std::uint32_t>(p.round)},
-      {static_cast<std::uint32_t>(unit), static_cast<std::uint32_t>(block)}));
-}
-
 // Fills in the tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA
 // of the cluster needs.
 FG_HOST_DEVICE inline void describe_key_tile(const BwdParams& p, const KeyTileForm& form,

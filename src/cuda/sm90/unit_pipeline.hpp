@@ -12,9 +12,6 @@
 // So the f32 sums of dq need room for a ring of slots only, which stays in the L2: unit u has slot
 // u % slots, which unit u - slots has left.
 //
-// Ordered kernels finish dq themselves, and keep their sums: there units are only prepared, by one
-// cluster before as many tiles as a unit has (PreparedOrder).
-//
 // Nobody waits for ever: who serves unit u waits for the tiles of unit u - lag and for those who
 // serve unit u - slots, and a tile of unit u for those who serve units u - lead and u - slots +
 // lag. All of these have smaller numbers, and CTAs start in the order of their numbers. Mostly
@@ -97,36 +94,6 @@ struct ServedOrder {
   }
 };
 
-// The same in ordered kernels, whose tiles run in sections of their own: unit u + lead is prepared
-// before tile u * tiles.
-struct PreparedOrder {
-  std::int64_t tiles;  // of a unit
-  std::int64_t num_units;
-  std::int64_t lead;
-
-  struct Work {
-    std::int64_t unit;  // prepares this unit + lead, or -1:
-    std::int64_t tile;  // computes this tile
-  };
-
-  // What cluster number `index` of the main kernel does.
-  FG_HOST_DEVICE constexpr Work work(std::int64_t index) const {
-    const std::int64_t with_later = (num_units - lead) * (tiles + 1);
-    if (index >= with_later) {
-      return {-1, index - (num_units - lead)};
-    }
-    const std::int64_t unit = index / (tiles + 1);
-    const std::int64_t in_unit = index % (tiles + 1);
-    return in_unit == 0 ? Work{unit, 0} : Work{-1, index - unit - 1};
-  }
-
-  // The number of the cluster that computes a tile.
-  FG_HOST_DEVICE constexpr std::int64_t cluster_of(std::int64_t tile) const {
-    const std::int64_t before = tile / tiles + 1;
-    return tile + (before < num_units - lead ? before : num_units - lead);
-  }
-};
-
 // Units whose tiles are launched together, longest first, on `num_multiprocessors` that run one
 // tile each: about as many as fill them, so that a section ends and the next begins without a gap
 // (simulated: causal 4k in sections of 4 units 0.98 to 1.00 busy, of 2 0.95). Where all tiles take
@@ -162,17 +129,6 @@ inline UnitPipeline plan_units(std::int64_t num_units, std::int64_t tiles, std::
         std::max<std::int64_t>(1, num_multiprocessors / (distance * cluster)));
   }
   return pipeline;
-}
-
-// The lead of ordered kernels, whose tiles run in sections of `section` units: half the device's
-// tiles start between who prepares a unit and its first tile. 0 if there are too few units.
-inline std::int32_t plan_lead(std::int64_t num_units, std::int64_t tiles, std::int64_t section,
-                              std::int64_t num_multiprocessors) {
-  if (tiles == 0) {
-    return 0;
-  }
-  const std::int64_t lead = section + (num_multiprocessors / 2 + tiles - 1) / tiles;
-  return lead < num_units ? static_cast<std::int32_t>(lead) : 0;
 }
 
 }  // namespace flashgrad::sm90
