@@ -13,6 +13,7 @@ struct Case {
   const char* name;
   Problem p;
   std::vector<int> lens_q, lens_kv;  // packed if not empty
+  std::int64_t max_seqlen = 0;       // of a packed batch; 0: the total
   std::vector<int> seqused_q, seqused_kv;
   std::vector<std::int64_t> q_offset;
   int head_pad = 0;       // elements between heads, odd: the copy engine can't be used
@@ -34,5 +35,6 @@ Problem problem(DType dtype, std::int64_t batch, std::int64_t sq, std::int64_t s
 
 std::vector<Case> cases();
 std::vector<Case> short_cases();
+std::vector<Case> short_sequence_cases();
 
 }  // namespace flashgrad

@@ -50,8 +50,8 @@ HostLines make_lines(Case* c) {
     args.cu_seqlens_q = lines.cu_q.data();
     args.cu_seqlens_kv = lines.cu_kv.data();
   }
-  p.max_seqlen_q = p.seqlen_q;
-  p.max_seqlen_kv = p.seqlen_kv;
+  p.max_seqlen_q = c->max_seqlen > 0 ? c->max_seqlen : p.seqlen_q;
+  p.max_seqlen_kv = c->max_seqlen > 0 ? c->max_seqlen : p.seqlen_kv;
   p.has_seqused_q = !c->seqused_q.empty();
   p.has_seqused_kv = !c->seqused_kv.empty();
   p.has_q_offset = !c->q_offset.empty();

@@ -80,6 +80,23 @@ std::vector<Case> short_cases() {
       table.add("many tiles", problem(kB, 70, 70, 140, 1, 1, d, dv), kFull);
       continue;
     }
+    // Sequences that fit one CTA (bwd_short.cuh), in each of its sizes.
+    for (const std::int64_t n : {30, 60, 120}) {
+      if (d > 64 && n > 64) {
+        continue;
+      }
+      table.add("one CTA", problem(kB, 1, n, n, 4, 2, d, dv), kCausal).plus_inf = true;
+      Case& c = table.add("one CTA packed", problem(kB, 0, 0, 0, 2, 1, d, dv), window);
+      const auto whole = static_cast<int>(n);
+      c.max_seqlen = n;
+      c.lens_q = {whole, 0, 3};
+      c.lens_kv = {whole / 2, 2, whole};
+      c.seqused_q = {whole - 1, 0, 3};
+      c.seqused_kv = {whole / 2, 1, whole};
+      c.p.has_sinks = c.p.wants_dsinks = c.p.has_dlse = true;
+      c.p.dq_dtype = c.p.dk_dtype = c.p.dv_dtype = DType::kF32;
+      c.head_pad = 3;
+    }
     // So many units that the main kernel serves them and their slots get others after them
     // (unit_pipeline.hpp), some without a row.
     const Problem served = problem(kB, 60, 64, d == 64 ? 2048 : 1024, 1, 1, d, dv);

@@ -2,7 +2,8 @@
 // Checks and times the sm90 backward by itself, against a float64 textbook computation on the same
 // GPU.
 //
-//   sm90_backward check [name [least [largest]]]   every case of backward_cases.cpp (whose name
+//   sm90_backward check [name [least [largest]]]   every case of backward_cases.cpp and
+//                                                  backward_short_sequences.cpp (whose name
 //                                                  contains `name`, of head dims from `least` to
 //                                                  `largest`); exit status 1 if one fails
 //   sm90_backward short [name [least [largest]]]   those of backward_short_cases.cpp
@@ -18,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backward_bench.hpp"
@@ -97,7 +99,11 @@ int main(int argc, char** argv) {
   if (mode == "check" || mode == "short") {
     int failures = 0;
     int count = 0;
-    for (const Case& c : mode == "check" ? cases() : short_cases()) {
+    std::vector<Case> all = mode == "check" ? cases() : short_cases();
+    for (Case& c : mode == "check" ? short_sequence_cases() : std::vector<Case>{}) {
+      all.push_back(std::move(c));
+    }
+    for (const Case& c : all) {
       if ((argc > 2 && std::string(c.name).find(argv[2]) == std::string::npos) ||
           (argc > 3 && std::max(c.p.head_dim, c.p.head_dim_v) < std::atoi(argv[3])) ||
           (argc > 4 && std::max(c.p.head_dim, c.p.head_dim_v) > std::atoi(argv[4]))) {

@@ -9,6 +9,7 @@
 
 #include "../cuda/backward_case.hpp"
 #include "cuda/sm90/bwd_plan.hpp"
+#include "cuda/sm90/bwd_short.hpp"
 
 namespace flashgrad {
 namespace {
@@ -18,12 +19,19 @@ TEST(Sm90ShortCases, ReachEveryKernel) {
   std::set<int> served;                     // main kernels whose tiles prepare and finish units
   std::set<std::pair<int, bool>> dq_alone;  // padded width, softcap
   std::set<std::pair<int, int>> wide;       // with room for dS and without it
+  std::set<std::pair<int, int>> one_cta;    // ShortSize
   for (const Case& c : short_cases()) {
     Problem p = c.p;
     if (!c.lens_q.empty()) {
       p.packed = true;
       p.batch = static_cast<std::int64_t>(c.lens_q.size());
       p.seqlen_q = p.seqlen_kv = 400;
+      p.max_seqlen_q = p.max_seqlen_kv = c.max_seqlen > 0 ? c.max_seqlen : 400;
+    }
+    if (sm90::serves_short(p)) {
+      const sm90::ShortSize size = sm90::short_size(p);
+      one_cta.insert({size.head_dim, size.keys});
+      continue;
     }
     const sm90::BwdPlan plan = sm90::make_plan(p, 132);
     if (plan.has_main(p)) {
@@ -52,6 +60,8 @@ TEST(Sm90ShortCases, ReachEveryKernel) {
       EXPECT_EQ(dq_alone.count({width, softcap}), 1U) << width << (softcap ? " softcap" : "");
     }
   }
+  EXPECT_EQ(one_cta,
+            (std::set<std::pair<int, int>>{{64, 32}, {64, 64}, {64, 128}, {128, 32}, {128, 64}}));
   EXPECT_EQ(wide, (std::set<std::pair<int, int>>{{192, 128}, {192, 192}, {256, 256}}));
 }
 

@@ -98,18 +98,24 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// PTX ISA, "cp.async": 16 bytes of global memory, past the L1, into shared memory, by this thread
-// for itself: like a load, behind what it has done to them, but without registers.
-__device__ __forceinline__ void copy_async(std::uint32_t destination, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
+// PTX ISA, "cp.async": 16 bytes of global memory into shared memory, of which `bytes` are read and
+// the others become 0. Both addresses are multiples of 16. Completion by wait_async_copies.
+__device__ __forceinline__ void async_copy_16(std::uint32_t destination, const void* source,
+                                              std::uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void copy_async_commit() {
+// PTX ISA, "cp.async.wait_all": of this thread.
+__device__ __forceinline__ void wait_async_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+// In groups, of which at most `kPending` are then under way.
+__device__ __forceinline__ void commit_async_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits until at most `kPending` groups are under way.
 template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
+__device__ __forceinline__ void wait_async_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 

@@ -28,6 +28,19 @@ __device__ __forceinline__ void load_matrix(std::uint32_t address, std::uint32_t
                : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrix_transposed(std::uint32_t address, std::uint32_t& a,
+                                                       std::uint32_t& b, std::uint32_t& c,
+                                                       std::uint32_t& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_uint(std::uint32_t address, std::uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ std::uint32_t load_shared_uint(std::uint32_t address) {
   std::uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");

@@ -13,6 +13,7 @@
 #include "cuda/sm90/bwd_plan.hpp"
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_repair.hpp"
+#include "cuda/sm90/bwd_short.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
@@ -204,6 +205,30 @@ Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows,
   return launch_bwd_repair(p.softcap > 0, p.dtype, num_multiprocessors, params, args.stream);
 }
 
+// The sum of `num_partial` numbers per head.
+Status run_sinks(const Problem& p, const Args& args, std::int64_t num_partial,
+                 const float* dsink_partial) {
+  const BwdSinksParams sinks{.num_blocks = num_partial,
+                             .dsink_partial = dsink_partial,
+                             .dsinks = static_cast<float*>(args.dsinks)};
+  return cuda::launch("sm90 backward sinks", bwd_sinks,
+                      {.num_ctas = p.heads_q, .num_threads = kSinksThreads}, args.stream, sinks);
+}
+
+// Of bwd_short, for the sinks' gradients of each sequence.
+std::size_t short_workspace_bytes(const Problem& p) {
+  return p.wants_dsinks ? static_cast<std::size_t>(p.heads_q * p.batch) * sizeof(float) + kAlignment
+                        : 0;
+}
+
+Status run_short(const Problem& p, const Args& args) {
+  const auto start =
+      (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
+  auto* const dsink_partial = p.wants_dsinks ? reinterpret_cast<float*>(start) : nullptr;
+  FG_RETURN_IF_ERROR(launch_bwd_short(p, args, dsink_partial));
+  return p.wants_dsinks ? run_sinks(p, args, p.batch, dsink_partial) : Status{};
+}
+
 template <class T>
 Status run(const Problem& p, const Args& args) {
   cuda::DeviceProperties device;
@@ -313,12 +338,7 @@ Status run(const Problem& p, const Args& args) {
     FG_RETURN_IF_ERROR(launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
   }
   if (p.wants_dsinks) {
-    const BwdSinksParams sinks{.num_blocks = layout.num_q_blocks,
-                               .dsink_partial = rows.dsink_partial,
-                               .dsinks = static_cast<float*>(args.dsinks)};
-    FG_RETURN_IF_ERROR(cuda::launch("sm90 backward sinks", bwd_sinks,
-                                    {.num_ctas = p.heads_q, .num_threads = kSinksThreads},
-                                    args.stream, sinks));
+    FG_RETURN_IF_ERROR(run_sinks(p, args, layout.num_q_blocks, rows.dsink_partial));
   }
   // Main and finish let repair start only when prepare has ended, which then made all marks.
   const bool looks_early = !p.wants_dsinks && pipeline.lead == 0 && plan.has_main(p);
@@ -328,6 +348,9 @@ Status run(const Problem& p, const Args& args) {
 }  // namespace
 
 WorkspaceSize backward_workspace_size(const Problem& p) {
+  if (serves_short(p)) {
+    return {short_workspace_bytes(p), short_workspace_bytes(p)};
+  }
   cuda::DeviceProperties device;
   const bool known = cuda::device_properties(p.device_id, &device).ok();
   const BwdPlan plan = make_plan(p, device.num_multiprocessors);
@@ -340,7 +363,11 @@ WorkspaceSize backward_workspace_size(const Problem& p) {
 }
 
 Status launch_backward(const Problem& p, const Args& args) {
-  return p.dtype == DType::kBF16 ? run<__nv_bfloat16>(p, args) : run<__half>(p, args);
+  if (serves_short(p)) {
+    return run_short(p, args);
+  }
+  FG_RETURN_IF_ERROR(p.dtype == DType::kBF16 ? run<__nv_bfloat16>(p, args) : run<__half>(p, args));
+  return serves_short_among_others(p) ? launch_bwd_short(p, args, nullptr) : Status{};
 }
 
 }  // namespace flashgrad::sm90

@@ -66,17 +66,17 @@ class SumsRing {
     if (any) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
-        ptx::copy_async(own_ + at_ + j * 512, sums + j * 128);
+        ptx::async_copy_16(own_ + at_ + j * 512, sums + j * 128, 16);
       }
     }
-    ptx::copy_async_commit();
+    ptx::commit_async_copies();
     at_ = at_ == kBytes - kItemBytes ? 0 : at_ + kItemBytes;
   }
 
   // Takes the oldest, whose place the next one gets.
   template <class T>
   __device__ __forceinline__ void take(PackedRows<kColumns>& x, float scale) {
-    ptx::copy_async_wait<kDepth - 1>();
+    ptx::wait_async_copies<kDepth - 1>();
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float4 sum = ptx::load_shared_float4(own_ + at_ + j * 512);

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Implements bwd_short.hpp.
+#include <algorithm>
+
+#include "cuda/common/launch.hpp"
+#include "cuda/sm90/bwd_arguments.hpp"
+#include "cuda/sm90/bwd_short.cuh"
+#include "cuda/sm90/bwd_short.hpp"
+
+namespace flashgrad::sm90 {
+namespace {
+
+// Whether the columns of a tensor can be read, or of a gradient written, 16 bytes at a time.
+bool is_wide(const Tensor& t, std::int64_t columns, bool written) {
+  return t && t.dtype != DType::kF32 && has_aligned_rows(t) && t.dim_stride == 1 &&
+         (!written || columns % 8 == 0);
+}
+
+std::uint32_t wide_tensors(const Problem& p, const BwdShortParams& params) {
+  std::uint32_t wide = 0;
+  for (const int t : {kK, kV, kQ, kDout, kOut, kDk, kDv, kDq}) {
+    const bool of_v = t == kV || t == kOut || t == kDout || t == kDv;
+    wide |= is_wide(params.tensors[t], of_v ? p.head_dim_v : p.head_dim, t >= kDk) ? 1U << t : 0;
+  }
+  return wide;
+}
+
+template <class T, int kHeadDim, int kKeys>
+Status launch_kernel(const BwdShortParams& params, void* stream) {
+  using Shape = BwdShortShape<kHeadDim, kKeys>;
+  const std::int64_t outside = params.sequences.packed() && params.heads_kv > 0 ? kOutsideCtas : 0;
+  return cuda::launch("sm90 backward, short", bwd_short<T, kHeadDim, kKeys>,
+                      {.num_ctas = params.sequences.batch * params.heads_kv + outside,
+                       .num_threads = Shape::kThreads,
+                       .shared_bytes = Shape::kSharedBytes},
+                      stream, params);
+}
+
+template <class T>
+Status launch_size(const ShortSize& size, const BwdShortParams& params, void* stream) {
+  if (size.head_dim == 64) {
+    return size.keys == 32   ? launch_kernel<T, 64, 32>(params, stream)
+           : size.keys == 64 ? launch_kernel<T, 64, 64>(params, stream)
+                             : launch_kernel<T, 64, 128>(params, stream);
+  }
+  return size.keys == 32 ? launch_kernel<T, 128, 32>(params, stream)
+                         : launch_kernel<T, 128, 64>(params, stream);
+}
+
+}  // namespace
+
+Status launch_bwd_short(const Problem& p, const Args& args, float* dsink_partial) {
+  BwdShortParams params{.sequences = make_sequences(p, args),
+                        .heads_kv = p.heads_kv,
+                        .group = static_cast<int>(p.group()),
+                        .head_dim = static_cast<int>(p.head_dim),
+                        .head_dim_v = static_cast<int>(p.head_dim_v),
+                        .tensors = {},
+                        .wide = 0,
+                        .sinks = static_cast<const float*>(args.sinks),
+                        .dsink_partial = dsink_partial,
+                        .scales = make_scales(p),
+                        .softcap = p.softcap > 0,
+                        .most_rows = kShortRows,
+                        .most_keys = short_keys(p)};
+  params.tensors[kK] = args.k;
+  params.tensors[kV] = args.v;
+  params.tensors[kQ] = args.q;
+  params.tensors[kDout] = args.dout;
+  params.tensors[kOut] = args.out;
+  params.tensors[kDk] = p.wants_dk ? args.dk : Tensor{};
+  params.tensors[kDv] = p.wants_dv ? args.dv : Tensor{};
+  params.tensors[kDq] = p.wants_dq ? args.dq : Tensor{};
+  params.tensors[kLse] = args.lse;
+  params.tensors[kDlse] = args.dlse;
+  params.wide = wide_tensors(p, params);
+  return p.dtype == DType::kBF16 ? launch_size<__nv_bfloat16>(short_size(p), params, args.stream)
+                                 : launch_size<__half>(short_size(p), params, args.stream);
+}
+
+}  // namespace flashgrad::sm90

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of short sequences, in one kernel (bwd_short.cuh): which problems it serves, how it
+// is launched.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/problem.hpp"
+#include "core/status.hpp"
+
+namespace flashgrad::sm90 {
+
+// The kernel's tiles: head dims up to `head_dim`, sequences of up to `keys` keys.
+struct ShortSize {
+  int head_dim = 0;
+  int keys = 0;
+
+  bool operator==(const ShortSize&) const = default;
+};
+
+// The longest short sequence. It follows from nothing but the sequence, since bits must not depend
+// on others where a call is deterministic. Rows: 77 keys, head dim 64, 256 rows 211 / 172 us as
+// below, 1024 rows in batches of 16 187 / 165, 4096 in batches of 4, which leave SMs idle, 238 /
+// 517.
+inline constexpr int kShortRows = 256;
+
+// Its keys; 0: no sequence of such head dims is short. H200, us without this kernel / with it: head
+// dim 64, 128 tokens 283 / 211, 160 causal 291 / 344; head dim 128, 64 tokens 417 / 252, 100 362 /
+// 553.
+inline int short_keys(const Problem& p) {
+  const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
+  return width <= 64 ? 128 : width <= 128 ? 64 : 0;
+}
+
+// Whether all sequences of a call are short: then this kernel alone computes its backward.
+inline bool serves_short(const Problem& p) {
+  const std::int64_t rows = p.packed ? std::min(p.seqlen_q, p.max_seqlen_q) : p.seqlen_q;
+  const std::int64_t keys = p.packed ? std::min(p.seqlen_kv, p.max_seqlen_kv) : p.seqlen_kv;
+  return short_keys(p) > 0 && rows <= kShortRows && keys <= short_keys(p);
+}
+
+// Whether some may be short among others, and bits may not depend on these: after the kernels of
+// all this one computes the short ones anew, as it would alone.
+inline bool serves_short_among_others(const Problem& p) {
+  return p.deterministic && short_keys(p) > 0 && !serves_short(p) &&
+         (p.packed || p.has_seqused_q || p.has_seqused_kv);
+}
+
+// The narrowest tiles that hold a problem's short sequences.
+inline ShortSize short_size(const Problem& p) {
+  const std::int64_t keys = p.packed ? std::min(p.seqlen_kv, p.max_seqlen_kv) : p.seqlen_kv;
+  ShortSize size{std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128, 32};
+  while (size.keys < std::min<std::int64_t>(keys, short_keys(p))) {
+    size.keys *= 2;
+  }
+  return size;
+}
+
+// `dsink_partial`: (heads_q, batch), written if not null.
+Status launch_bwd_short(const Problem& p, const Args& args, float* dsink_partial);
+
+}  // namespace flashgrad::sm90
