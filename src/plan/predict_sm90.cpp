@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/sm90/bwd_plan.hpp"
+#include "cuda/sm90/fwd_tile_rows.hpp"
 #include "plan/account.hpp"
 #include "plan/pipeline.hpp"
 #include "plan/predict.hpp"
@@ -83,10 +84,21 @@ std::vector<KernelTime> forward_kernels(const Call& call, const Device& device) 
   const Kernel& kernel = sm90_forward_kernel(call.head_dim, call.head_dim_v);
   ScheduleProblem problem = schedule_of(call);
   const Policy& policy = find_policy(false, "sections");
-  const TileSize tile{.rows = kernel.queries, .keys = kernel.keys};
   const auto processors = static_cast<int>(device.sm_count);
+  TileSize tile{.rows = kernel.queries, .keys = kernel.keys};
+  TileTiming t = tile_timing(kernel, device);
+  if (call.lengths.empty()) {
+    tile.rows = sm90::forward_block_m({.band = Band::of(call.mask, call.seqlen, call.seqlen),
+                                       .units = call.batch * call.heads_q,
+                                       .num_consumers = kernel.workers,
+                                       .block_n = kernel.keys,
+                                       .last_block_first = call.mask.right < kUnboundedFrom},
+                                      processors);
+    const double cost = sm90::step_cost(kernel.workers, tile.rows / 64);
+    t.step *= cost;
+    t.busy *= static_cast<double>(tile.rows) / kernel.queries / cost;
+  }
   problem.section = kernel_section(problem, policy, tile, processors, device.l2_bytes);
-  const TileTiming t = tile_timing(kernel, device);
   return {memory_kernel("list", device, 0),
           tiles_kernel(kernel, launch_order(problem, policy, tile), problem, policy,
                        machine_of(processors, t), t)};

@@ -33,8 +33,10 @@ Problem make_problem(const Kernel& kernel, const Case& c) {
   p.dtype = kernel.dtype;
   p.device_type = DeviceType::kCuda;
   p.batch = packed ? static_cast<int>(c.cu_seqlens_q.size()) - 1 : c.batch;
-  p.seqlen_q = p.max_seqlen_q = c.seqlen_q;
-  p.seqlen_kv = p.max_seqlen_kv = c.seqlen_kv;
+  p.seqlen_q = c.seqlen_q;
+  p.seqlen_kv = c.seqlen_kv;
+  p.max_seqlen_q = c.max_seqlen > 0 ? c.max_seqlen : c.seqlen_q;
+  p.max_seqlen_kv = c.max_seqlen > 0 ? c.max_seqlen : c.seqlen_kv;
   p.heads_q = c.heads_q;
   p.heads_kv = c.heads_kv;
   p.head_dim = kernel.head_dim - c.narrower;

@@ -22,6 +22,7 @@ struct Case {
   int batch = 1;
   int seqlen_q = 128;  // of all sequences together if packed
   int seqlen_kv = 128;
+  int max_seqlen = 0;  // of both if packed; 0: the total
   int heads_q = 2;
   int heads_kv = 2;
   int narrower = 0;  // than the kernel's native widths

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks the sm90 forward against a float64 textbook on the host: out, lse, zeros, NaN, padding,
-// and the same bits twice. Calls launch_forward itself, so it needs no library and no framework.
+// and the same bits twice and wherever a sequence lies. Calls the backend itself, so it needs no
+// library and no framework.
 //   sm90_forward [check|short] [KERNEL...]   cases() or short_cases(); names of kKernels, default:
 //   all
 #include <algorithm>
@@ -10,6 +11,7 @@
 
 #include "cuda/sm90/sm90_backend.hpp"
 #include "forward_call.hpp"
+#include "forward_invariance.hpp"
 #include "forward_textbook.hpp"
 
 namespace flashgrad {
@@ -65,6 +67,10 @@ int main(int argc, char** argv) {
       failed += flashgrad::run_case(kernel, c) ? 0 : 1;
       ++count;
       std::fflush(stdout);
+    }
+    if (!is_short) {
+      failed += flashgrad::forward_is_invariant(kernel) ? 0 : 1;
+      ++count;
     }
   }
   std::printf("%d of %d cases failed\n", failed, count);

@@ -9,6 +9,7 @@
 #include "core/mask.hpp"
 #include "cuda/sm90/fwd_config.hpp"
 #include "cuda/sm90/fwd_schedule.hpp"
+#include "cuda/sm90/fwd_tile_rows.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -125,6 +126,53 @@ TEST(Sm90ForwardRows, CoverTheSequence) {
           begin = tile.end;
         }
         ASSERT_EQ(begin, rows);
+      }
+    }
+  }
+}
+
+// H200, head_dim 128, the fastest of tiles of 64, 128 and 192 rows:
+// benchmarks/results/2026-11-30-h200-forward-few.json.
+TEST(Sm90ForwardRows, AreFewerWhereTilesAre) {
+  struct Fastest {
+    std::int64_t units, seqlen;
+    bool causal;
+    int block_m;
+  };
+  for (const Fastest& f :
+       {Fastest{1, 16384, true, 64}, Fastest{1, 16384, false, 128}, Fastest{2, 16384, true, 128},
+        Fastest{2, 16384, false, 128}, Fastest{4, 16384, true, 192}, Fastest{1, 4096, false, 64},
+        Fastest{4, 4096, true, 64}, Fastest{4, 4096, false, 128}, Fastest{8, 4096, true, 128},
+        Fastest{8, 4096, false, 128}, Fastest{16, 4096, true, 192}, Fastest{16, 4096, false, 192},
+        Fastest{2, 8192, true, 64}, Fastest{8, 8192, false, 192}, Fastest{8, 1024, false, 64},
+        Fastest{16, 1024, false, 128}, Fastest{16, 2048, true, 128}, Fastest{1, 32768, true, 128},
+        Fastest{2, 32768, true, 192}}) {
+    const BandMask mask{.right = f.causal ? 0 : kUnbounded};
+    EXPECT_EQ(forward_block_m({.band = Band::of(mask, f.seqlen, f.seqlen),
+                               .units = f.units,
+                               .num_consumers = 3,
+                               .block_n = 80,
+                               .last_block_first = f.causal},
+                              132),
+              f.block_m)
+        << f.units << " units of " << f.seqlen << (f.causal ? ", causal" : "");
+  }
+  // Any number of heads and rows, sequences without rows or keys, masks that hide all.
+  for (const std::int64_t units : {std::int64_t{1}, std::int64_t{1} << 40}) {
+    for (const std::int64_t rows : {std::int64_t{0}, std::int64_t{1}, std::int64_t{1} << 30}) {
+      for (const std::int64_t left : {std::int64_t{-1}, kUnbounded}) {
+        for (const int num_consumers : {2, 3}) {
+          const int block_m =
+              forward_block_m({.band = Band::of({.left = left, .right = -1}, rows, rows / 2),
+                               .units = units,
+                               .num_consumers = num_consumers,
+                               .block_n = 96,
+                               .last_block_first = true},
+                              132);
+          ASSERT_EQ(block_m % 64, 0);
+          ASSERT_GT(block_m, 0);
+          ASSERT_LE(block_m, 64 * num_consumers);
+        }
       }
     }
   }

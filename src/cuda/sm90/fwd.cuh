@@ -301,7 +301,8 @@ __device__ __forceinline__ void fwd_consumer(const FwdShared<kVariant>& shared, 
       skip(loaded.end - loaded.begin);
       release(shared.q_empty());
     }
-    finish_rows<kVariant, kScoreFunction, T>(shared, maps, p, tile, rows, o, warp_row / 16);  // (5)
+    finish_rows<C.head_dim_v, kScoreFunction, T>(p, tile, rows, o, warp_row / 16,
+                                                 CopyOfRows<kVariant>{shared, maps});  // (5)
     ptx::mbarrier_arrive(shared.tile_empty(slot.stage()));
     slot.advance();
   }

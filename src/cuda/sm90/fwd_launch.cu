@@ -11,6 +11,8 @@
 #include "cuda/sm90/fwd.cuh"
 #include "cuda/sm90/fwd_launch.hpp"
 #include "cuda/sm90/fwd_prepare.cuh"
+#include "cuda/sm90/fwd_short_launch.hpp"
+#include "cuda/sm90/fwd_tile_rows.hpp"
 
 namespace flashgrad::sm90 {
 namespace {
@@ -57,10 +59,10 @@ std::size_t workspace_end(const Problem& p, int block_m) {
 std::int64_t bytes_per_key(const Problem& p) { return (p.head_dim + p.head_dim_v) * 2; }
 
 // Units whose keys and values are in use at a time.
-std::int64_t units_per_section(const Problem& p, const FwdConfig& config, int l2_bytes) {
+std::int64_t units_per_section(const Problem& p, int block_m, int l2_bytes) {
   const Band band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv);
   return std::max<std::int64_t>(1, rows_in_l2(fwd_l2_share(l2_bytes), bytes_per_key(p)) /
-                                       keys_in_use(band, p.seqlen_kv, config.block_m())) *
+                                       keys_in_use(band, p.seqlen_kv, block_m)) *
          p.group();
 }
 
@@ -77,7 +79,7 @@ PackedPass make_packed_pass(const Problem& p, const FwdConfig& config,
           .max_round = 0};
 }
 
-FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& config, int l2_bytes) {
+FwdParams make_params(const Problem& p, const Args& args, int block_m, int l2_bytes) {
   FwdParams params{};
   params.sequences = make_sequences(p, args);
   params.out = args.out;
@@ -87,9 +89,10 @@ FwdParams make_params(const Problem& p, const Args& args, const FwdConfig& confi
   params.head_dim_v = static_cast<std::int32_t>(p.head_dim_v);
   params.heads_q = static_cast<std::uint32_t>(p.heads_q);
   params.group = static_cast<std::uint32_t>(p.group());
-  params.num_m_blocks = static_cast<std::uint32_t>(num_query_blocks(p, config.block_m()));
+  params.block_m = static_cast<std::uint32_t>(block_m);
+  params.num_m_blocks = static_cast<std::uint32_t>(num_query_blocks(p, block_m));
   params.order =
-      make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, config, l2_bytes));
+      make_order((p.packed ? 1 : p.batch) * p.heads_q, units_per_section(p, block_m, l2_bytes));
   params.last_block_first = p.mask.right < kUnboundedFrom;
   params.incomplete_first = sees_more_later(p.mask);
   params.out_vectors =
@@ -164,10 +167,24 @@ Status launch_forward(const Problem& p, const Args& args) {
   const std::uintptr_t start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
 
-  FwdParams params = make_params(p, args, config, device.l2_bytes);
+  // The order of a packed batch's tiles is made on the device, where alone their number is known.
+  // The tiles of a packed batch are listed on the device, where alone their number is known.
+  const int block_m = p.packed
+                          ? config.block_m()
+                          : forward_block_m({.band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv),
+                                             .units = p.batch * p.heads_q,
+                                             .num_consumers = config.num_consumers,
+                                             .block_n = config.block_n,
+                                             .last_block_first = p.mask.right < kUnboundedFrom},
+                                            device.num_multiprocessors);
+  FwdParams params = make_params(p, args, block_m, device.l2_bytes);
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
+  const auto arithmetic = static_cast<FwdVariant>(variant);
+  if (is_short_forward(p, arithmetic)) {
+    return launch_short_forward(p, arithmetic, needs_score_function(p), params, args.stream);
+  }
   FwdMaps maps{};
   if (p.seqlen_kv > 0 && p.batch > 0) {
     const auto map = [&](const Tensor& tensor, const cuda::Extents& extents, int box_rows,

@@ -31,7 +31,7 @@ __device__ __forceinline__ void fwd_scheduler(const FwdShared<kVariant>& shared,
     }
     // The loads don't wait for this.
     __syncwarp();  // after what other lanes have written of the tile
-    list_row_keys<C.block_m()>(*tile, shared.row_keys(slot.stage()), lane);
+    list_row_keys<C.block_m()>(*tile, 0, shared.row_keys(slot.stage()), lane);
     ptx::mbarrier_arrive(shared.keys_full(slot.stage()));
     slot.advance();
     ptx::mbarrier_wait(shared.tile_wanted(), wanted.phase());

@@ -33,6 +33,7 @@ struct FwdParams {
   std::int32_t head_dim, head_dim_v;
   std::uint32_t heads_q;
   std::uint32_t group;         // query heads per key head
+  std::uint32_t block_m;       // rows of a tile: as many as the consumers have, or fewer
   std::uint32_t num_m_blocks;  // of a sequence; unused if packed
   FwdOrder order;
 

@@ -224,15 +224,43 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   }
 }
 
-// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp` counts the
-// consumers' warps; each has 16 rows of the tile.
-template <FwdVariant kVariant, bool kScoreFunction, class T>
-__device__ __forceinline__ void finish_rows(const FwdShared<kVariant>& shared, const FwdMaps& maps,
-                                            const FwdParams& p, const FwdTile& tile,
-                                            const SoftmaxRows& rows,
-                                            float (&o)[fwd_config(kVariant).head_dim_v / 2],
-                                            int warp) {
+// All rows are written directly.
+struct NoCopy {
+  __device__ __forceinline__ static constexpr bool can_copy(const FwdParams&, const FwdTile&, int) {
+    return false;
+  }
+  template <int kColumns, class T>
+  __device__ __forceinline__ static void copy(const std::uint32_t (&)[kColumns / 4],
+                                              const FwdParams&, const FwdTile&, int) {}
+};
+
+// Rows of a warp by copy_out(), where they all exist.
+template <FwdVariant kVariant>
+struct CopyOfRows {
   static constexpr FwdConfig C = fwd_config(kVariant);
+  const FwdShared<kVariant>& shared;
+  const FwdMaps& maps;
+
+  __device__ __forceinline__ bool can_copy(const FwdParams& p, const FwdTile& tile,
+                                           int warp) const {
+    return C.stages_out() && (p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows;
+  }
+  template <int kColumns, class T>
+  __device__ __forceinline__ void copy(const std::uint32_t (&pairs)[kColumns / 4], const FwdParams&,
+                                       const FwdTile& tile, int warp) const {
+    if constexpr (C.stages_out()) {
+      copy_out<kColumns>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
+                         tile.batch);
+    }
+  }
+};
+
+// out = O / l, lse = ln(2) (c m + log2 l), with the sink's share in l and lse. `warp` counts the
+// consumers' warps; each has 16 rows of the tile, which `copier` writes if it can.
+template <int kColumns, bool kScoreFunction, class T, class Copier>
+__device__ __forceinline__ void finish_rows(const FwdParams& p, const FwdTile& tile,
+                                            const SoftmaxRows& rows, float (&o)[kColumns / 2],
+                                            int warp, const Copier& copier) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = 16 * warp + lane / 4;
   float factor[2];
@@ -255,25 +283,22 @@ __device__ __forceinline__ void finish_rows(const FwdShared<kVariant>& shared, c
           row_sum.lse_log2 * 0.6931471805599453F;
     }
   }
-  std::uint32_t pairs[C.head_dim_v / 4];
+  std::uint32_t pairs[kColumns / 4];
   bool is_finite[2];
-  pack_out<C.head_dim_v, T>(o, factor, pairs, is_finite);
+  pack_out<kColumns, T>(o, factor, pairs, is_finite);
   bool suspicious[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     suspicious[r] = row + 8 * r < tile.num_rows && (is_huge[r] || (!is_finite[r] && !is_nan[r]));
   }
   const bool recomputes = __any_sync(0xffffffffU, suspicious[0] || suspicious[1]);
-  if constexpr (C.stages_out()) {
-    // What is recomputed is written after the rest of its rows, and nobody waits for a copy.
-    if ((p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows && !recomputes) {
-      copy_out<C.head_dim_v>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
-                             tile.batch);
-      return;
-    }
+  // What is recomputed is written after the rest of its rows, and nobody waits for a copy.
+  if (copier.can_copy(p, tile, warp) && !recomputes) {
+    copier.template copy<kColumns, T>(pairs, p, tile, warp);
+    return;
   }
-  store_out<C.head_dim_v, T>(pairs, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
-                             tile.num_rows);
+  store_out<kColumns, T>(pairs, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
+                         tile.num_rows);
   if (!recomputes) {
     return;
   }
@@ -284,7 +309,7 @@ __device__ __forceinline__ void finish_rows(const FwdShared<kVariant>& shared, c
       const int quad = (__ffs(static_cast<int>(lanes)) - 1) / 4;
       lanes &= ~(0xfU << (4 * quad));
       __syncwarp();  // after what other lanes have stored of the row
-      recompute_row<C.head_dim_v, kScoreFunction, T>(p, tile, 16 * warp + 8 * r + quad);
+      recompute_row<kColumns, kScoreFunction, T>(p, tile, 16 * warp + 8 * r + quad);
     }
   }
 }

@@ -24,6 +24,21 @@ struct FwdTile {
   std::int32_t q_row, kv_row, head_kv, batch;  // coordinates in the tensors
 };
 
+// All but the key blocks of a tile with these rows of a head of a span.
+__device__ __forceinline__ void place_tile(const FwdParams& p, const SequenceSpan& s,
+                                           const FwdRows& rows, std::int32_t head, FwdTile* tile) {
+  tile->band = s.band;
+  tile->m_begin = rows.begin;
+  tile->num_rows = rows.end - rows.begin;
+  tile->head = head;
+  tile->head_kv = head / static_cast<std::int32_t>(p.group);
+  tile->batch = static_cast<std::int32_t>(s.batch_index);
+  tile->q_row = static_cast<std::int32_t>(s.q.begin) + rows.begin;
+  tile->kv_row = static_cast<std::int32_t>(s.kv.begin);
+  tile->out_offset = p.out.offset(s.batch_index, s.q.begin + rows.begin, head);
+  tile->lse_offset = p.lse.offset(s.batch_index, s.q.begin + rows.begin, head);
+}
+
 // By a warp. Returns false if there is no such tile.
 template <int kBlockM, int kBlockN>
 __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work, FwdTile* tile,
@@ -48,38 +63,31 @@ __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work
     m_block = p.last_block_first ? p.num_m_blocks - 1 - rank : rank;
     head = static_cast<std::int32_t>(unit % p.heads_q);
   }
-  const std::int32_t head_kv = head / static_cast<std::int32_t>(p.group);
   const SequenceSpan s = sequence_span(p.sequences, span);
-  const auto [m_begin, m_end] =
-      tile_rows(s.band.seqlen_q, kBlockM, static_cast<std::int32_t>(m_block), p.incomplete_first);
+  const FwdRows rows = tile_rows(s.band.seqlen_q, static_cast<std::int32_t>(p.block_m),
+                                 static_cast<std::int32_t>(m_block), p.incomplete_first);
 
   // A lane for each consumer, and one for the tile.
   constexpr int kParts = kBlockM / 64;
   if (lane <= kParts) {
     const bool is_part = lane < kParts;
-    const std::int32_t begin = is_part ? min(m_begin + 64 * lane, m_end) : m_begin;
-    const std::int32_t end = is_part ? min(begin + 64, m_end) : m_end;
+    const std::int32_t begin = is_part ? min(rows.begin + 64 * lane, rows.end) : rows.begin;
+    const std::int32_t end = is_part ? min(begin + 64, rows.end) : rows.end;
     (is_part ? tile->part_blocks[lane] : tile->blocks) = key_blocks<kBlockN>(s.band, begin, end);
   }
-  tile->band = s.band;
-  tile->m_begin = m_begin;
-  tile->num_rows = m_end - m_begin;
-  tile->head = head;
-  tile->head_kv = head_kv;
-  tile->batch = static_cast<std::int32_t>(s.batch_index);
-  tile->q_row = static_cast<std::int32_t>(s.q.begin) + m_begin;
-  tile->kv_row = static_cast<std::int32_t>(s.kv.begin);
-  tile->out_offset = p.out.offset(s.batch_index, s.q.begin + m_begin, head);
-  tile->lse_offset = p.lse.offset(s.batch_index, s.q.begin + m_begin, head);
+  place_tile(p, s, rows, head, tile);
   return true;
 }
 
-// By a warp: for each row of a tile, the first key it sees and the one behind the last.
-template <int kBlockM>
-__device__ __forceinline__ void list_row_keys(const FwdTile& tile, int2* row_keys, int lane) {
+// By a warp: for kRows rows of a tile, from row `first` on, the first key that each sees and the
+// one behind the last.
+template <int kRows>
+__device__ __forceinline__ void list_row_keys(const FwdTile& tile, int first, int2* row_keys,
+                                              int lane) {
 #pragma unroll 1
-  for (int row = lane; row < kBlockM; row += 32) {
-    const Range keys = tile.band.kv_range(tile.m_begin + row, tile.m_begin + row + 1);
+  for (int row = lane; row < kRows; row += 32) {
+    const int m = tile.m_begin + first + row;
+    const Range keys = tile.band.kv_range(m, m + 1);
     row_keys[row] = make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
   }
 }

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shapes of the forward's kernels for short sequences (fwd_short.cuh) as values.
+#pragma once
+
+#include <iterator>
+
+#include "cuda/sm90/fwd_config.hpp"
+
+namespace flashgrad::sm90 {
+
+struct FwdShortConfig {
+  FwdVariant arithmetic;  // the kernel of fwd.cuh whose bits these are
+  int block_n;            // keys of a step: that kernel's, or fewer if no sequence has more
+  int ctas;               // that run on a multiprocessor together
+
+  static constexpr int kBlockM = 64;
+  static constexpr int kThreads = 128;
+  static constexpr int kFewRows = 16;
+  static constexpr int kMaxBlocks = 4;  // tiles of a sequence that are described on the host
+
+  constexpr const FwdConfig& widths() const { return fwd_config(arithmetic); }
+  // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
+  constexpr int k_offset() const { return FwdConfig::bytes(kBlockM, widths().head_dim); }
+  constexpr int v_offset() const {
+    return k_offset() + FwdConfig::bytes(block_n, widths().head_dim);
+  }
+  constexpr int row_keys_offset() const {
+    return v_offset() + FwdConfig::bytes(block_n, widths().head_dim_v);
+  }
+  constexpr int tile_offset() const {
+    return row_keys_offset() + FwdConfig::kRowKeysBytes * kBlockM;
+  }
+  constexpr int barrier_offset() const { return tile_offset() + FwdConfig::kTileBytes; }
+  constexpr int shared_bytes() const { return barrier_offset() + 3 * 8; }
+  // The system takes 1 KB of each CTA's.
+  constexpr bool valid() const { return ctas * (shared_bytes() + 1024) <= 228 * 1024; }
+};
+
+enum class FwdShortVariant : int { kD64Keys64, kD64, kD96, kD128 };
+
+// Narrowest first.
+inline constexpr FwdShortConfig kFwdShortConfigs[] = {
+    {FwdVariant::kD64, 64, 4},
+    {FwdVariant::kD64, fwd_config(FwdVariant::kD64).block_n, 3},
+    {FwdVariant::kD96, fwd_config(FwdVariant::kD96).block_n, 3},
+    {FwdVariant::kD128, fwd_config(FwdVariant::kD128).block_n, 3}};
+
+constexpr const FwdShortConfig& fwd_short_config(FwdShortVariant variant) {
+  return kFwdShortConfigs[static_cast<int>(variant)];
+}
+
+}  // namespace flashgrad::sm90
