@@ -271,6 +271,9 @@ TEST(PlanSchedule, SectionsOfTheKernels) {
   EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 2);
   problem.seqlen_q = problem.seqlen_kv = 4096;  // rounds of 8
   EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 8);
+  problem.heads_q = problem.heads_kv = 10;  // 2 would be left for the last section
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 10);
+  problem.heads_q = problem.heads_kv = 16;
   problem.seqlen_q = problem.seqlen_kv = 1024;  // 4 pairs, which do not rotate
   EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 16);
   problem.seqlen_q = problem.seqlen_kv = 16384;
