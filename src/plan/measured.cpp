@@ -260,11 +260,13 @@ void add_bench_cuda_rows(const json& results, ResultFile* file) {
   }
 }
 
-// From when on the kernels of main serve units (unit_pipeline.hpp), and the forward's incomplete
-// tile is the one that sees the fewest keys (fwd_schedule.hpp): rows that were measured before are
-// predicted without. A file without a date is of today's kernels.
+// From when on the kernels of main serve units (unit_pipeline.hpp), the forward's incomplete tile
+// is the one that sees the fewest keys (fwd_schedule.hpp), and key heads are divided
+// (bwd_plan.hpp): rows that were measured before are predicted without. A file without a date is of
+// today's kernels.
 constexpr const char* kServesUnitsSince = "2026-11-30T02:50";
 constexpr const char* kIncompleteFirstSince = "2026-11-30T09:00";
+constexpr const char* kPartsSince = "2026-11-30T19:00";
 
 bool is_since(const json& results, const char* time) {
   return !results.contains("date") || results.at("date").get<std::string>() >= time;
@@ -374,6 +376,7 @@ ResultFile read_results(const std::string& text) {
     }
     for (Measured& row : file.rows) {
       row.call.may_serve = is_since(results, kServesUnitsSince);
+      row.call.may_part = is_since(results, kPartsSince);
       row.call.incomplete_first = is_since(results, kIncompleteFirstSince);
     }
   } catch (const json::exception& error) {

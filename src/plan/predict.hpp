@@ -28,6 +28,7 @@ struct Call {
   bool deterministic = false;
   // Backward: units may be served (unit_pipeline.hpp); false: by kernels that did not yet.
   bool may_serve = true;
+  bool may_part = true;  // likewise, key heads in parts (in_parts)
   // Forward: as sm90::tile_rows says where later rows see more; false: it was always the last tile.
   bool incomplete_first = true;
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/sm90/bwd_plan.hpp"
+#include "cuda/sm90/bwd_short.hpp"
 #include "cuda/sm90/fwd_tile_rows.hpp"
 #include "plan/account.hpp"
 #include "plan/pipeline.hpp"
@@ -128,11 +129,14 @@ std::vector<KernelTime> wide_kernels(const Call& call, const Device& device) {
 
 // Head dims up to 128: prepare, the main kernel, and finish where the main one does not do that.
 std::vector<KernelTime> main_kernels(const Call& call, const Device& device) {
+  const auto sms = static_cast<int>(device.sm_count);
   ScheduleProblem problem = schedule_of(call);
+  if (call.may_part) {
+    problem = in_parts(problem, call.deterministic, sms);
+  }
   Problem p = problem.to_problem();
   p.deterministic = call.deterministic;
   const Kernel& kernel = sm90_backward_variant(sm90::find_variant(p, call.deterministic));
-  const auto sms = static_cast<int>(device.sm_count);
   const int processors = sms / kernel.ctas;
   const TileSize tile{.keys = kernel.keys,
                       .cluster = kernel.ctas,
@@ -159,13 +163,27 @@ std::vector<KernelTime> main_kernels(const Call& call, const Device& device) {
   std::vector<KernelTime> kernels = {
       memory_kernel("prepare", device, ends.prepare),
       tiles_kernel(kernel, launch_order(problem, policy, tile), problem, policy, machine, t)};
+  if (ends.sum > 0) {
+    kernels.push_back(memory_kernel("sum", device, ends.sum));
+  }
   if (ends.finish > 0) {
     kernels.push_back(memory_kernel("finish", device, ends.finish));
   }
   return kernels;
 }
 
+// q, k, v, out and dout are read, dq, dk and dv written: bwd_short.cuh's least time.
+double short_bytes(const Call& call) {
+  const auto elements = static_cast<double>(call.head_dim + call.head_dim_v);
+  return static_cast<double>(call.tokens()) * 4 *
+         (static_cast<double>(call.heads_q) + static_cast<double>(call.heads_kv)) * elements;
+}
+
 std::vector<KernelTime> backward_kernels(const Call& call, const Device& device) {
+  const Problem problem = schedule_of(call).to_problem();
+  if (sm90::serves_short(problem)) {
+    return {memory_kernel("short", device, short_bytes(call))};
+  }
   std::vector<KernelTime> kernels;
   if (std::max(call.head_dim, call.head_dim_v) > 128) {
     // out and dout are read.

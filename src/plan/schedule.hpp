@@ -31,6 +31,7 @@ struct ScheduleProblem {
   std::int64_t section = 1;
   double l2_bytes = 60 << 20;
   bool incomplete_first = true;  // of the forward's tiles, in the kernels' order (sm90::tile_rows)
+  std::int64_t head_parts = 1;   // of heads_kv that are parts of one head of k and v (in_parts)
 
   [[nodiscard]] std::int64_t width_v() const { return head_dim_v > 0 ? head_dim_v : head_dim; }
   // As the kernels' headers take it, with all gradients wanted.
@@ -119,10 +120,14 @@ std::int64_t planned_section(const ScheduleProblem& problem, const TileSize& til
 // `launch_order` of a policy that serves; throws std::invalid_argument with `why_not`.
 std::vector<WorkTile> served_order(const ScheduleProblem& problem, const TileSize& tile);
 
+// The call as the sm90 backward's launch sees it: its key heads in parts (bwd_plan.hpp).
+ScheduleProblem in_parts(ScheduleProblem problem, bool deterministic, int num_multiprocessors);
+
 // What the kernels before and after the backward's main one move, up to head dim 128.
 struct EndBytes {
   double prepare = 0;
-  double finish = 0;  // 0: there is no such kernel
+  double sum = 0;     // of parts; 0: there is no such kernel
+  double finish = 0;  // likewise
 };
 EndBytes end_bytes(const ScheduleProblem& problem, const Policy& policy, const TileSize& tile);
 

@@ -62,25 +62,43 @@ ServedUnits served_units(const ScheduleProblem& problem, const TileSize& tile) {
   return units;
 }
 
+ScheduleProblem in_parts(ScheduleProblem problem, bool deterministic, int num_multiprocessors) {
+  Problem p = problem.to_problem();
+  p.deterministic = deterministic;
+  problem.head_parts = sm90::head_parts(p, num_multiprocessors);
+  problem.heads_kv *= problem.head_parts;
+  return problem;
+}
+
 EndBytes end_bytes(const ScheduleProblem& problem, const Policy& policy, const TileSize& tile) {
   const Problem p = problem.to_problem();
   const auto dout_and_out = [&](double rows) {
     return rows * 4 * static_cast<double>(p.head_dim_v);
   };
-  const auto rows = static_cast<double>((p.packed ? 1 : p.batch) * p.seqlen_q * p.heads_q);
+  const std::int64_t entries = p.packed ? 1 : p.batch;
+  const auto rows = static_cast<double>(entries * p.seqlen_q * p.heads_q);
+  EndBytes ends;
+  if (problem.head_parts > 1) {
+    const auto elements = static_cast<double>(entries * p.seqlen_kv * p.heads_kv) *
+                          static_cast<double>(p.head_dim + p.head_dim_v);
+    ends.sum = elements * 4 + elements / static_cast<double>(problem.head_parts) * 2;
+  }
   if (policy.turns == Policy::Turns::kKernel) {
-    return {.prepare = dout_and_out(rows)};
+    ends.prepare = dout_and_out(rows);
+    return ends;
   }
   if (policy.serves) {
     const ServedUnits units = served_units(problem, tile);
     const auto unit_rows = static_cast<double>(p.group() * p.seqlen_q);
-    return {.prepare = dout_and_out(static_cast<double>(units.lead) * unit_rows) +
-                       static_cast<double>(units.slots) * units.slot_bytes};
+    ends.prepare = dout_and_out(static_cast<double>(units.lead) * unit_rows) +
+                   static_cast<double>(units.slots) * units.slot_bytes;
+    return ends;
   }
   const sm90::BwdPlan plan = plan_of(p, tile);
   const double sums = static_cast<double>(sm90::num_units(p)) * slot_bytes(p, plan);
-  return {.prepare = dout_and_out(rows) + sums,
-          .finish = sums + rows * 2 * static_cast<double>(p.head_dim)};
+  ends.prepare = dout_and_out(rows) + sums;
+  ends.finish = sums + rows * 2 * static_cast<double>(p.head_dim);
+  return ends;
 }
 
 }  // namespace flashgrad::plan

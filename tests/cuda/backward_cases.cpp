@@ -188,6 +188,43 @@ std::vector<Case> cases() {
           }
         });
   }
+  // Key heads in parts (bwd_plan.hpp), whose dk and dv are summed.
+  for (const int d : {128, 96, 64}) {
+    add("parts of 8/1", problem(kB, 1, 700, 700, 8, 1, d, d), kCausal);
+    add("parts of 6/2, odd strides", problem(kH, 2, 300, 451, 6, 2, d, d), kFull,
+        [](Case& c) { c.head_pad = 3; });
+    add("parts of 9/1, narrow, f32", problem(kB, 1, 451, 300, 9, 1, d - 3, d - 8), kCausal,
+        [](Case& c) { c.p.dk_dtype = c.p.dv_dtype = DType::kF32; });
+    add("parts, f32, no dv", problem(kB, 1, 300, 300, 4, 1, d, d), kCausal, [](Case& c) {
+      c.p.dk_dtype = DType::kF32;
+      c.p.wants_dv = false;
+    });
+    add("parts, no dk", problem(kB, 1, 300, 300, 4, 1, d, d), kCausal,
+        [](Case& c) { c.p.wants_dk = false; });
+    add("parts, softcap, window", problem(kB, 2, 600, 600, 6, 1, d, d),
+        BandMask{100, 20, Alignment::kBottomRight}, [](Case& c) { c.p.softcap = 15; });
+    add("parts, empty rows", problem(kB, 1, 851, 600, 8, 2, d, d), kCausal,
+        [](Case& c) { c.plus_inf = true; });
+    add("parts, seqused, q_offset", problem(kB, 3, 200, 500, 8, 1, d, d), kCausal, [](Case& c) {
+      c.seqused_q = {200, 100, 0};
+      c.seqused_kv = {250, 500, 20};
+      c.q_offset = {30, 200, 0};
+    });
+    for (const bool deterministic : {false, true}) {
+      const auto lengths = [deterministic](Case& c) {
+        c.p.deterministic = deterministic;
+        c.lens_q = {0, 100, 64, 1, 300, 0, 513, 0};
+        c.lens_kv = {3, 100, 128, 77, 200, 0, 600, 0};
+      };
+      add(deterministic ? "deterministic parts, packed" : "parts, packed",
+          problem(kB, 0, 0, 0, 8, 1, d, d), kCausal, lengths);
+    }
+    add("deterministic parts of 12/1", problem(kB, 1, 1100, 1100, 12, 1, d, d), kCausal,
+        [](Case& c) { c.p.deterministic = true; });
+    add("deterministic parts of 8/2, full", problem(kH, 2, 600, 700, 8, 2, d, d), kFull,
+        [](Case& c) { c.p.deterministic = true; });
+    add("ring of parts", problem(kB, 40, 200, 300, 8, 1, d, d), kCausal);
+  }
   add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
   // The narrowest and the widest of the kernel for 96, and v alone wider than 64.
   add("d65", problem(kH, 2, 200, 300, 4, 2, 65, 65), kCausal);

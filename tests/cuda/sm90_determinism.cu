@@ -406,6 +406,8 @@ int main(int argc, char** argv) {
                                      {"d128 left", kB, 128, 2, 2, left, 0},
                                      {"d128 full softcap", kB, 128, 2, 2, full, 15},
                                      {"d96 causal softcap f16", kH, 96, 2, 2, causal, 15},
+                                     {"d128 causal mqa 8/1", kB, 128, 8, 1, causal, 0},
+                                     {"d64 full mqa 6/1", kB, 64, 6, 1, full, 0},
                                      {"d256 full", kB, 256, 2, 2, full, 0},
                                      {"d256 causal gqa 2/1", kB, 256, 2, 1, causal, 0},
                                      {"d192/128 full", kB, 192, 2, 2, full, 0, 128},

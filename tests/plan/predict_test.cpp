@@ -210,6 +210,11 @@ TEST(PlanPredictSm90, KernelsOfACall) {
   EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D96"}));
   call.head_dim = call.head_dim_v = 80;  // narrower than its kernel: nothing is served
   EXPECT_EQ(names_of(call), (Names{"prepare", "sm90-backward-D96", "finish"}));
+  call.batch = 512;
+  call.seqlen = 32;
+  EXPECT_EQ(names_of(call), (Names{"short"}));
+  call.batch = 4;
+  call.seqlen = 4096;
   call.head_dim_v = 128;
   // dS of 64 batch entries times heads is 2 GiB: two passes.
   call.mask = {kUnbounded, 0, Alignment::kBottomRight};

@@ -283,6 +283,30 @@ TEST(PlanSchedule, SectionsOfTheKernels) {
   EXPECT_EQ(kernel_section(problem, find_policy(false, "sections"), {}, 132, kL2), 12);
 }
 
+// One key head in 32 pairs of tiles: the longest walks 64 query blocks of 16 heads twice. In parts
+// the same steps fill the device.
+TEST(PlanSchedule, KeyHeadsInParts) {
+  const Policy& policy = find_policy(true, "sections");
+  const TileSize tile{.cluster = 2, .slots = 66};
+  ScheduleProblem whole = causal_problem(8192, 8, 1);
+  whole.heads_kv = 1;
+  whole.section = 8;
+  const ScheduleProblem divided = in_parts(whole, false, 132);
+  EXPECT_EQ(divided.heads_kv, divided.head_parts);
+  EXPECT_GT(divided.head_parts, 1);
+  const std::vector<WorkTile> tiles = launch_order(whole, policy, tile);
+  const std::vector<WorkTile> part_tiles = launch_order(divided, policy, tile);
+  EXPECT_EQ(total_steps(part_tiles), total_steps(tiles));
+  const Machine machine{.processors = 66};
+  EXPECT_LT(simulate(divided, part_tiles, policy, machine).makespan,
+            0.4 * simulate(whole, tiles, policy, machine).makespan);
+  EXPECT_EQ(end_bytes(whole, policy, tile).sum, 0);
+  // f32 parts of dk and dv are read, 16 bits written.
+  EXPECT_EQ(end_bytes(divided, policy, tile).sum,
+            8192.0 * 256 * (4.0 * static_cast<double>(divided.head_parts) + 2));
+  EXPECT_EQ(in_parts(causal_problem(8192, 8, 1), false, 132).head_parts, 1);
+}
+
 // Above head dim 128: every step of every pass makes 64 x 64 of dS, which dq's kernel reads once.
 TEST(PlanSchedule, WidePassesMakeAndReadAllOfDs) {
   for (const BandMask& mask : {BandMask{}, kCausal, BandMask{512, 0, Alignment::kBottomRight}}) {

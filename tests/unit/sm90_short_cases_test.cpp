@@ -20,6 +20,7 @@ TEST(Sm90ShortCases, ReachEveryKernel) {
   std::set<std::pair<int, bool>> dq_alone;  // padded width, softcap
   std::set<std::pair<int, int>> wide;       // with room for dS and without it
   std::set<std::pair<int, int>> one_cta;    // ShortSize
+  std::set<DType> summed;                   // dk and dv of key heads in parts
   for (const Case& c : short_cases()) {
     Problem p = c.p;
     if (!c.lens_q.empty()) {
@@ -33,6 +34,11 @@ TEST(Sm90ShortCases, ReachEveryKernel) {
       one_cta.insert({size.head_dim, size.keys});
       continue;
     }
+    const std::int64_t parts = sm90::head_parts(p, 132);
+    if (parts > 1) {
+      summed.insert(p.dtype);
+    }
+    p = sm90::divide_heads(p, parts);
     const sm90::BwdPlan plan = sm90::make_plan(p, 132);
     if (plan.has_main(p)) {
       main_kernels.insert(plan.variant);
@@ -60,6 +66,7 @@ TEST(Sm90ShortCases, ReachEveryKernel) {
       EXPECT_EQ(dq_alone.count({width, softcap}), 1U) << width << (softcap ? " softcap" : "");
     }
   }
+  EXPECT_EQ(summed, (std::set<DType>{DType::kBF16, DType::kF16}));
   EXPECT_EQ(one_cta,
             (std::set<std::pair<int, int>>{{64, 32}, {64, 64}, {64, 128}, {128, 32}, {128, 64}}));
   EXPECT_EQ(wide, (std::set<std::pair<int, int>>{{192, 128}, {192, 192}, {256, 256}}));

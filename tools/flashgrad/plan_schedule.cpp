@@ -124,6 +124,7 @@ void require_work(const plan::ScheduleProblem& problem, const plan::TileSize& ti
 struct Run {
   const plan::Policy* policy;
   std::int64_t section;
+  std::int64_t head_parts;
   Scheduled scheduled;
   plan::ServedUnits units;  // of policies that serve
   plan::Timeline timeline;
@@ -163,10 +164,16 @@ plan::ScheduleProblem problem_of(const PlanArguments& arguments, const plan::Dev
 // The order of a call, or in `why_not` why it is none of it.
 Run run_order(const PlanArguments& arguments, const plan::Policy& policy,
               plan::ScheduleProblem problem, const plan::Device& device, std::string* why_not) {
-  Run run{&policy, 1, schedule_of(arguments, problem, device, policy), {}, {}, 0};
+  const bool on_sm90 = is_sm90_backward(problem, device);
+  if (on_sm90) {
+    problem = plan::in_parts(problem, policy.turns == plan::Policy::Turns::kKernel,
+                             static_cast<int>(device.sm_count));
+  }
+  Run run{&policy, 1, problem.head_parts, schedule_of(arguments, problem, device, policy), {},
+          {},      0};
   const plan::TileSize& tile = run.scheduled.tile;
   const plan::Machine& machine = run.scheduled.machine;
-  if (policy.serves && !is_sm90_backward(problem, device)) {
+  if (policy.serves && !on_sm90) {
     *why_not = "only the sm90 backward serves units";
     return run;
   }
@@ -185,10 +192,10 @@ Run run_order(const PlanArguments& arguments, const plan::Policy& policy,
   }
   run.timeline =
       plan::simulate(problem, plan::launch_order(problem, policy, tile), policy, machine);
-  if (is_sm90_backward(problem, device)) {
+  if (on_sm90) {
     const plan::EndBytes bytes = plan::end_bytes(problem, policy, tile);
-    run.end_cycles =
-        plan::stream_seconds(device, bytes.prepare + bytes.finish) * device.clock_mhz * 1e6;
+    run.end_cycles = plan::stream_seconds(device, bytes.prepare + bytes.sum + bytes.finish) *
+                     device.clock_mhz * 1e6;
   }
   return run;
 }
@@ -214,6 +221,10 @@ void print_run(const Run& run, const Run& first) {
       run.scheduled.kernel.name == first.scheduled.kernel.name
           ? ""
           : fmt::format(" ({} on {})", run.scheduled.kernel.name, processors_of(run.scheduled))));
+  if (run.head_parts > 1) {
+    print_out(
+        fmt::format("    each key head in {} parts, whose dk and dv are summed\n", run.head_parts));
+  }
   if (run.policy->serves) {
     print_out(fmt::format(
         "    a ring of {} slots of {}; units are prepared {} ahead and finished {} behind, the "
@@ -233,6 +244,7 @@ ordered_json to_json(const Run& run) {
                       {"tile_cycles", machine.tile_cycles},
                       {"turn_cycles", machine.turn_cycles},
                       {"section", run.section},
+                      {"head_parts", run.head_parts},
                       {"deadlock", t.deadlock},
                       {"makespan_cycles", t.makespan},
                       {"end_cycles", run.end_cycles},

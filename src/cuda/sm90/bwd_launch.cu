@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements bwd_launch.hpp: cuts the workspace, fills the parameters and launches prepare, main
-// and finish, chained by programmatic dependent launch.
+// Implements bwd_launch.hpp: cuts the workspace, fills the parameters and launches prepare, main,
+// sum and finish, chained by programmatic dependent launch.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -14,6 +14,7 @@
 #include "cuda/sm90/bwd_prepare.cuh"
 #include "cuda/sm90/bwd_repair.hpp"
 #include "cuda/sm90/bwd_short.hpp"
+#include "cuda/sm90/bwd_sum.hpp"
 #include "cuda/sm90/bwd_wide_launch.hpp"
 #include "cuda/sm90/key_tile.cuh"
 
@@ -34,12 +35,17 @@ struct Layout {
   std::size_t tiles = 0;
   std::size_t packed_tiles = 0;
   std::size_t num_packed_tiles = 0;
+  std::size_t dk_parts = 0;
+  std::size_t dv_parts = 0;
   std::size_t bytes = 0;  // alignment of the start included
 };
 
 constexpr std::size_t kAlignment = 256;
 
-Layout make_layout(const Problem& p, const BwdPlan& plan) {
+std::int64_t num_key_rows(const Problem& p) { return (p.packed ? 1 : p.batch) * p.seqlen_kv; }
+
+// `p` as the main kernel sees it (divide_heads).
+Layout make_layout(const Problem& p, const BwdPlan& plan, std::int64_t parts) {
   Layout layout;
   layout.num_q_blocks = num_blocks(p.packed, p.batch, p.seqlen_q, kBlockM);
   std::size_t end = 0;
@@ -65,6 +71,11 @@ Layout make_layout(const Problem& p, const BwdPlan& plan) {
     layout.tiles = take(tiles * kBwdConfigs[plan.variant].cluster * std::int64_t{sizeof(KeyTile)});
     layout.packed_tiles = p.packed ? take(tiles * std::int64_t{sizeof(PackedTile)}) : 0;
     layout.num_packed_tiles = p.packed ? take(4) : 0;
+  }
+  if (parts > 1) {
+    const std::int64_t rows = num_key_rows(p) * p.heads_kv;
+    layout.dk_parts = p.wants_dk ? take(rows * p.head_dim * 4) : 0;
+    layout.dv_parts = p.wants_dv ? take(rows * p.head_dim_v * 4) : 0;
   }
   layout.bytes = end > 0 ? end + kAlignment : 0;
   return layout;
@@ -119,24 +130,97 @@ RowInputs row_inputs(const Problem& p, const Args& args) {
           .sinks = static_cast<const float*>(args.sinks)};
 }
 
-BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& plan,
-                           const RowStatistics& rows, float* dq_accumulator,
-                           const UnitPipeline& pipeline, const DqOrder& order, KeyTile* tiles,
-                           const cuda::DeviceProperties& device) {
+// What the launches of a call are told alike.
+struct Call {
+  const Problem& p;
+  const Args& args;
+  cuda::DeviceProperties device;
+  std::int64_t parts = 1;  // of each key head
+  Problem divided;         // as the main kernel sees it (divide_heads)
+  BwdPlan plan;            // of `divided`, as all below
+  Layout layout;
+  std::uintptr_t start = 0;
+  RowStatistics rows{};
+  float* dq_accumulator = nullptr;  // null: not wanted
+  DqOrder order{};
+  UnitPipeline pipeline;
+
+  [[nodiscard]] float* floats(std::size_t offset) const {
+    return reinterpret_cast<float*>(start + offset);
+  }
+  [[nodiscard]] std::uint32_t* words(std::size_t offset) const {
+    return reinterpret_cast<std::uint32_t*>(start + offset);
+  }
+  [[nodiscard]] std::int64_t num_q_tiles() const { return layout.num_q_blocks * p.heads_q; }
+};
+
+// Plans the call and cuts its workspace. Key heads are divided only where there is room.
+Status make_call(Call& c) {
+  const Problem& p = c.p;
+  FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &c.device));
+  const auto plan = [&](std::int64_t parts) {
+    c.parts = parts;
+    c.divided = divide_heads(p, parts);
+    c.plan = make_plan(c.divided, c.device.num_multiprocessors);
+    c.layout = make_layout(c.divided, c.plan, parts);
+  };
+  plan(head_parts(p, c.device.num_multiprocessors));
+  if (c.parts > 1 && c.layout.bytes > c.args.workspace_bytes) {
+    plan(1);
+  }
+  const Layout& layout = c.layout;
+  c.start = (reinterpret_cast<std::uintptr_t>(c.args.workspace) + kAlignment - 1) / kAlignment *
+            kAlignment;
+  c.rows.num_blocks = layout.num_q_blocks;
+  c.rows.neg_lse_log2 = c.floats(layout.neg_lse_log2);
+  c.rows.neg_delta = c.floats(layout.neg_delta);
+  c.rows.unreadable = reinterpret_cast<std::int32_t*>(c.start + layout.unreadable);
+  c.rows.dsink_partial = p.wants_dsinks ? c.floats(layout.dsink_partial) : nullptr;
+  c.dq_accumulator = c.plan.accumulates_dq(p) ? c.floats(layout.dq_accumulator) : nullptr;
+  if (c.plan.ordered()) {
+    c.order = {p.wants_dq ? c.words(layout.counters) : nullptr, c.words(layout.ticket)};
+  } else if (c.plan.variant < 0) {
+    c.order.ticket = c.words(layout.ticket);
+  }
+  c.pipeline = c.plan.units;
+  c.pipeline.head_blocks = static_cast<std::int32_t>(head_blocks(p));
+  c.pipeline.counters = c.pipeline.lag > 0 ? c.words(layout.unit_counters) : nullptr;
+  c.pipeline.lag = c.dq_accumulator != nullptr ? c.pipeline.lag : 0;
+  c.pipeline.lead = all_wide(row_inputs(p, c.args)) ? c.pipeline.lead : 0;
+  return {};
+}
+
+// dk or dv of the parts of all key heads, f32.
+Tensor parts_tensor(const Call& c, std::size_t offset, std::int64_t columns) {
+  const std::int64_t row = c.divided.heads_kv * columns;
+  return {.data = c.floats(offset),
+          .dtype = DType::kF32,
+          .batch_stride = c.p.packed ? 0 : c.p.seqlen_kv * row,
+          .row_stride = row,
+          .head_stride = columns};
+}
+
+BwdParams make_main_params(const Call& c) {
+  const Problem& p = c.divided;
+  const BwdPlan& plan = c.plan;
   const int cluster = kBwdConfigs[plan.variant].cluster;
-  BwdParams params = key_params(p, args, rows);
+  BwdParams params = key_params(p, c.args, c.rows);
+  if (c.parts > 1) {
+    params.dk = p.wants_dk ? parts_tensor(c, c.layout.dk_parts, p.head_dim) : Tensor{};
+    params.dv = p.wants_dv ? parts_tensor(c, c.layout.dv_parts, p.head_dim_v) : Tensor{};
+  }
   params.num_kv_blocks = key_tiles_per_unit(p, plan);
   params.num_units = num_units(p);
-  params.num_ctas = num_clusters(p, plan, pipeline) * kBwdConfigs[plan.variant].cluster;
-  params.inputs = row_inputs(p, args);
-  params.dq_accumulator = dq_accumulator;
-  params.pipeline = pipeline;
-  params.dq = p.wants_dq ? args.dq : Tensor{};
-  params.tiles = tiles;
+  params.num_ctas = num_clusters(p, plan, c.pipeline) * cluster;
+  params.inputs = row_inputs(p, c.args);
+  params.dq_accumulator = c.dq_accumulator;
+  params.pipeline = c.pipeline;
+  params.dq = p.wants_dq ? c.args.dq : Tensor{};
+  params.tiles = reinterpret_cast<KeyTile*>(c.start + c.layout.tiles);
   params.ragged_rows = p.packed && cluster == 1 ? cuda::kRaggedRows : 0;
   if (plan.ordered()) {
-    params.order = order;
-    params.max_round = max_round(p, cluster, device);
+    params.order = c.order;
+    params.max_round = max_round(p, cluster, c.device);
     if (params.max_round > 0) {
       // A round whose size only the device knows lies inside of a unit's tiles.
       params.round = p.has_seqused_q || p.has_seqused_kv
@@ -151,10 +235,10 @@ BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& pl
     return params;
   }
   const auto num_units = static_cast<std::uint32_t>(params.num_units);
-  const auto slots = static_cast<std::uint32_t>(device.num_multiprocessors / cluster);
+  const auto slots = static_cast<std::uint32_t>(c.device.num_multiprocessors / cluster);
   const auto of_unit =
       static_cast<std::uint32_t>(params.round > 1 ? params.round : params.num_kv_blocks);
-  const auto in_l2 = rows_in_l2(bwd_l2_share(device.l2_bytes), bytes_per_query(p)) /
+  const auto in_l2 = rows_in_l2(bwd_l2_share(c.device.l2_bytes), bytes_per_query(p)) /
                      static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1));
   params.section = units_together(num_units, in_l2, units_that_fill(slots, of_unit));
   if (params.max_round > 0) {
@@ -164,34 +248,155 @@ BwdParams make_main_params(const Problem& p, const Args& args, const BwdPlan& pl
   return params;
 }
 
-Status run_main(const Problem& p, const Args& args, const BwdPlan& plan, BwdParams params) {
-  const BwdConfig& config = kBwdConfigs[plan.variant];
+// How its tiles come to be described.
+KeyTileParams make_tile_params(const Call& c) {
+  const BwdConfig& config = kBwdConfigs[c.plan.variant];
+  KeyTileParams tiles{};
+  tiles.tiles = reinterpret_cast<KeyTile*>(c.start + c.layout.tiles);
+  tiles.form = {config.block_n(), config.cluster, config.ordered,
+                static_cast<std::int32_t>(c.parts)};
+  tiles.num_tiles = static_cast<std::uint32_t>(num_clusters(c.divided, c.plan, c.pipeline));
+  if (c.p.packed) {
+    tiles.packed = make_packed_pass(c.divided, c.plan, c.device);
+    tiles.packed_tiles = reinterpret_cast<PackedTile*>(c.start + c.layout.packed_tiles);
+    tiles.num_packed_tiles = c.words(c.layout.num_packed_tiles);
+  }
+  return tiles;
+}
+
+// `main` and `tiles` are empty where bwd.cuh does not run.
+template <class T>
+Status run_prepare(const Call& c, const BwdParams& main, const KeyTileParams& tiles) {
+  const Problem& p = c.divided;
+  const UnitPipeline& pipeline = c.pipeline;
+  const BwdPrepareParams prepare{.sequences = make_sequences(p, c.args),
+                                 .heads_q = p.heads_q,
+                                 .inputs = row_inputs(p, c.args),
+                                 .rows = c.rows,
+                                 .dq_accumulator = c.plan.ordered() ? nullptr : c.dq_accumulator,
+                                 .block_floats = kBlockM * c.plan.padded_head_dim,
+                                 .pipeline = pipeline,
+                                 .num_units = num_units(p),
+                                 .group = p.group(),
+                                 .order = c.order,
+                                 .keys_per_turn = c.plan.ordered() ? keys_per_tile(c.plan) : 1,
+                                 .dq = p.wants_dq ? c.args.dq : Tensor{},
+                                 .ragged = main.ragged_rows != 0,
+                                 .head_dim = p.head_dim};
+  if (tiles.packed_tiles != nullptr) {
+    FG_RETURN_IF_ERROR(cuda::launch("sm90 backward order", bwd_packed_order,
+                                    {.num_ctas = 1, .num_threads = kPackedOrderThreads},
+                                    c.args.stream, main.sequences, tiles));
+  }
+  // Of whole batch entries, which hold the units that are not prepared later.
+  const std::int64_t row_ctas =
+      pipeline.lead == 0 ? c.num_q_tiles()
+                         : std::min(c.num_q_tiles(), (pipeline.lead + p.heads_kv - 1) / p.heads_kv *
+                                                         pipeline.head_blocks * p.heads_q);
+  return cuda::launch("sm90 backward prepare", bwd_prepare<T>,
+                      {.num_ctas = key_tile_ctas(tiles) + row_ctas + zero_ctas(prepare),
+                       .num_threads = kPrepareThreads,
+                       .overlaps_predecessor = tiles.packed_tiles != nullptr},
+                      c.args.stream, prepare, main, tiles);
+}
+
+Status run_main(const Call& c, BwdParams params) {
+  const BwdConfig& config = kBwdConfigs[c.plan.variant];
   const cuda::MapKind kind = config.cluster > 1        ? cuda::MapKind::k4d
                              : params.ragged_rows != 0 ? cuda::MapKind::kRagged
                                                        : cuda::MapKind::k5d;
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, kBlockM, config.block_n(), kind, &maps, &params.mapped));
-  return launch_bwd_main(plan.variant, p.dtype, maps, params, args.stream);
+  FG_RETURN_IF_ERROR(
+      make_maps(c.p, c.args, kBlockM, config.block_n(), kind, &maps, &params.mapped));
+  return launch_bwd_main(c.plan.variant, c.p.dtype, maps, params, c.args.stream);
 }
 
-Status run_query(const Problem& p, const Args& args, const BwdPlan& plan, const RowStatistics& rows,
-                 int l2_bytes) {
-  BwdQueryParams params = query_params(p, args, rows, 128);
+// dk and dv of the key heads whose parts `main` has made.
+Status run_sum(const Call& c, const BwdParams& main) {
+  const Problem& p = c.p;
+  const auto gradient = [](const Tensor& parts, const Tensor& sum, std::int64_t columns) {
+    return BwdSumParams::Gradient{static_cast<const float*>(parts.data), parts ? sum : Tensor{},
+                                  static_cast<std::int32_t>(columns)};
+  };
+  const BwdSumParams params{.dk = gradient(main.dk, c.args.dk, p.head_dim),
+                            .dv = gradient(main.dv, c.args.dv, p.head_dim_v),
+                            .parts = static_cast<std::int32_t>(c.parts),
+                            .heads = static_cast<std::uint32_t>(p.heads_kv),
+                            .rows = static_cast<std::uint32_t>(p.seqlen_kv),
+                            .num_rows = num_key_rows(p)};
+  return launch_bwd_sum(p.dtype, params, c.args.stream);
+}
+
+// dk and dv, and dq or what it is made of; *keeps_ds: above head dim 128, dq from dS.
+Status run_keys(const Call& c, const BwdParams& main, bool* keeps_ds) {
+  const Problem& p = c.p;
+  if (c.plan.has_main(p)) {
+    FG_RETURN_IF_ERROR(run_main(c, main));
+    return c.parts > 1 ? run_sum(c, main) : Status{};
+  }
+  if (c.plan.variant >= 0 || !(p.wants_dk || p.wants_dv)) {
+    return {};
+  }
+  const std::uintptr_t room = c.start + std::max(c.layout.bytes, kAlignment) - kAlignment;
+  const std::uintptr_t end =
+      reinterpret_cast<std::uintptr_t>(c.args.workspace) + c.args.workspace_bytes;
+  const WidePlan wide = make_wide_plan(p, c.device.num_multiprocessors,
+                                       end > room ? static_cast<std::int64_t>(end - room) : 0);
+  *keeps_ds = wide.keeps_ds;
+  return launch_wide(p, c.args, wide, c.rows, c.order.ticket, reinterpret_cast<std::uint8_t*>(room),
+                     c.device);
+}
+
+Status run_query(const Call& c) {
+  const Problem& p = c.p;
+  BwdQueryParams params = query_params(p, c.args, c.rows, 128);
   // Heads whose keys and values stay in the L2 together.
   const std::int64_t key_head_bytes = p.seqlen_kv * 2 * (p.head_dim + p.head_dim_v);
-  params.section = p.group() * std::max<std::int64_t>(
-                                   1, l2_bytes / 2 / std::max<std::int64_t>(1, key_head_bytes));
+  params.section =
+      p.group() *
+      std::max<std::int64_t>(1, c.device.l2_bytes / 2 / std::max<std::int64_t>(1, key_head_bytes));
   BwdMaps maps{};
-  FG_RETURN_IF_ERROR(make_maps(p, args, kBlockM, 64, cuda::MapKind::k4d, &maps, &params.mapped));
-  return launch_bwd_query(plan.padded_head_dim, p.softcap > 0, p.dtype, maps, params, args.stream);
+  FG_RETURN_IF_ERROR(make_maps(p, c.args, kBlockM, 64, cuda::MapKind::k4d, &maps, &params.mapped));
+  return launch_bwd_query(c.plan.padded_head_dim, p.softcap > 0, p.dtype, maps, params,
+                          c.args.stream);
 }
 
-Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows, bool looks_early,
-                  int num_multiprocessors) {
+// dq from the sums that the main kernel has left.
+template <class T>
+Status run_finish(const Call& c) {
+  const Problem& p = c.divided;
+  const BwdFinishParams finish{.sequences = make_sequences(p, c.args),
+                               .heads_kv = p.heads_kv,
+                               .group = p.group(),
+                               .head_dim = p.head_dim,
+                               .head_blocks = head_blocks(p),
+                               .dq_accumulator = c.dq_accumulator,
+                               .dq = c.args.dq,
+                               .scale = static_cast<float>(p.scale)};
+  const cuda::LaunchShape shape{
+      .num_ctas = c.num_q_tiles(), .num_threads = kFinishThreads, .overlaps_predecessor = true};
+  return launch_finish<T>(c.plan.padded_head_dim, shape, c.args.stream, finish);
+}
+
+// The sum of `num_partial` numbers per head.
+Status run_sinks(const Problem& p, const Args& args, std::int64_t num_partial,
+                 const float* dsink_partial) {
+  const BwdSinksParams sinks{.num_blocks = num_partial,
+                             .dsink_partial = dsink_partial,
+                             .dsinks = static_cast<float*>(args.dsinks)};
+  return cuda::launch("sm90 backward sinks", bwd_sinks,
+                      {.num_ctas = p.heads_q, .num_threads = kSinksThreads}, args.stream, sinks);
+}
+
+Status run_repair(const Call& c) {
+  const Problem& p = c.p;
+  const Args& args = c.args;
   // Without a band every row sees every key of its sequence: there is nothing to keep apart.
   if (hides_nothing(p.mask) || !(p.wants_dq || p.wants_dk || p.wants_dv)) {
     return {};
   }
+  // Main and finish let repair start only when prepare has ended, which then made all marks.
+  const bool looks_early = !p.wants_dsinks && c.pipeline.lead == 0 && c.plan.has_main(p);
   const BwdRepairParams params{.sequences = make_sequences(p, args),
                                .heads_kv = p.heads_kv,
                                .group = p.group(),
@@ -204,20 +409,11 @@ Status run_repair(const Problem& p, const Args& args, const RowStatistics& rows,
                                .dq = p.wants_dq ? args.dq : Tensor{},
                                .dk = p.wants_dk ? args.dk : Tensor{},
                                .dv = p.wants_dv ? args.dv : Tensor{},
-                               .rows = rows,
+                               .rows = c.rows,
                                .scales = make_scales(p),
                                .looks_early = looks_early};
-  return launch_bwd_repair(p.softcap > 0, p.dtype, num_multiprocessors, params, args.stream);
-}
-
-// The sum of `num_partial` numbers per head.
-Status run_sinks(const Problem& p, const Args& args, std::int64_t num_partial,
-                 const float* dsink_partial) {
-  const BwdSinksParams sinks{.num_blocks = num_partial,
-                             .dsink_partial = dsink_partial,
-                             .dsinks = static_cast<float*>(args.dsinks)};
-  return cuda::launch("sm90 backward sinks", bwd_sinks,
-                      {.num_ctas = p.heads_q, .num_threads = kSinksThreads}, args.stream, sinks);
+  return launch_bwd_repair(p.softcap > 0, p.dtype, c.device.num_multiprocessors, params,
+                           args.stream);
 }
 
 // Of bwd_short, for the sinks' gradients of each sequence.
@@ -236,118 +432,27 @@ Status run_short(const Problem& p, const Args& args) {
 
 template <class T>
 Status run(const Problem& p, const Args& args) {
-  cuda::DeviceProperties device;
-  FG_RETURN_IF_ERROR(cuda::device_properties(p.device_id, &device));
-  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
-  const Layout layout = make_layout(p, plan);
-  const auto start =
-      (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
-  const auto at = [start](std::size_t offset) { return reinterpret_cast<float*>(start + offset); };
-
-  RowStatistics rows{};
-  rows.num_blocks = layout.num_q_blocks;
-  rows.neg_lse_log2 = at(layout.neg_lse_log2);
-  rows.neg_delta = at(layout.neg_delta);
-  rows.unreadable = reinterpret_cast<std::int32_t*>(start + layout.unreadable);
-  rows.dsink_partial = p.wants_dsinks ? at(layout.dsink_partial) : nullptr;
-  float* const dq_accumulator = plan.accumulates_dq(p) ? at(layout.dq_accumulator) : nullptr;
-  const auto word = [start](std::size_t offset) {
-    return reinterpret_cast<std::uint32_t*>(start + offset);
-  };
-  DqOrder order{};
-  std::int64_t keys_per_turn = 1;
-  if (plan.ordered()) {
-    order = {p.wants_dq ? word(layout.counters) : nullptr, word(layout.ticket)};
-    keys_per_turn = kBwdConfigs[plan.variant].block_n() * kBwdConfigs[plan.variant].cluster;
-  } else if (plan.variant < 0) {
-    order.ticket = word(layout.ticket);
-  }
-  UnitPipeline pipeline = plan.units;
-  pipeline.head_blocks = static_cast<std::int32_t>(head_blocks(p));
-  pipeline.counters = pipeline.lag > 0 ? word(layout.unit_counters) : nullptr;
-  pipeline.lag = dq_accumulator != nullptr ? pipeline.lag : 0;
-  pipeline.lead = all_wide(row_inputs(p, args)) ? pipeline.lead : 0;
-  const std::int64_t q_tiles = layout.num_q_blocks * p.heads_q;
-
-  // Of whole batch entries, which hold the units that are not prepared later.
-  const std::int64_t prepare_ctas =
-      pipeline.lead == 0 ? q_tiles
-                         : std::min(q_tiles, (pipeline.lead + p.heads_kv - 1) / p.heads_kv *
-                                                 pipeline.head_blocks * p.heads_q);
+  Call c{.p = p, .args = args};
+  FG_RETURN_IF_ERROR(make_call(c));
   BwdParams main{};
   KeyTileParams tiles{};
-  if (plan.has_main(p)) {
-    const BwdConfig& config = kBwdConfigs[plan.variant];
-    tiles.tiles = reinterpret_cast<KeyTile*>(start + layout.tiles);
-    tiles.form = {config.block_n(), config.cluster, config.ordered};
-    tiles.num_tiles = static_cast<std::uint32_t>(num_clusters(p, plan, pipeline));
-    if (p.packed) {
-      tiles.packed = make_packed_pass(p, plan, device);
-      tiles.packed_tiles = reinterpret_cast<PackedTile*>(start + layout.packed_tiles);
-      tiles.num_packed_tiles = word(layout.num_packed_tiles);
-    }
-    main =
-        make_main_params(p, args, plan, rows, dq_accumulator, pipeline, order, tiles.tiles, device);
+  if (c.plan.has_main(p)) {
+    main = make_main_params(c);
+    tiles = make_tile_params(c);
   }
-  const BwdPrepareParams prepare{.sequences = make_sequences(p, args),
-                                 .heads_q = p.heads_q,
-                                 .inputs = row_inputs(p, args),
-                                 .rows = rows,
-                                 .dq_accumulator = plan.ordered() ? nullptr : dq_accumulator,
-                                 .block_floats = kBlockM * plan.padded_head_dim,
-                                 .pipeline = pipeline,
-                                 .num_units = num_units(p),
-                                 .group = p.group(),
-                                 .order = order,
-                                 .keys_per_turn = keys_per_turn,
-                                 .dq = p.wants_dq ? args.dq : Tensor{},
-                                 .ragged = main.ragged_rows != 0,
-                                 .head_dim = p.head_dim};
-  if (tiles.packed_tiles != nullptr) {
-    FG_RETURN_IF_ERROR(cuda::launch("sm90 backward order", bwd_packed_order,
-                                    {.num_ctas = 1, .num_threads = kPackedOrderThreads},
-                                    args.stream, main.sequences, tiles));
+  FG_RETURN_IF_ERROR(run_prepare<T>(c, main, tiles));
+  bool keeps_ds = false;
+  FG_RETURN_IF_ERROR(run_keys(c, main, &keeps_ds));
+  if (c.plan.separate_dq && !keeps_ds) {
+    FG_RETURN_IF_ERROR(run_query(c));
   }
-  FG_RETURN_IF_ERROR(
-      cuda::launch("sm90 backward prepare", bwd_prepare<T>,
-                   {.num_ctas = key_tile_ctas(tiles) + prepare_ctas + zero_ctas(prepare),
-                    .num_threads = kPrepareThreads,
-                    .overlaps_predecessor = tiles.packed_tiles != nullptr},
-                   args.stream, prepare, main, tiles));
-  WidePlan wide;
-  if (plan.variant < 0 && (p.wants_dk || p.wants_dv)) {
-    const std::uintptr_t room = start + std::max(layout.bytes, kAlignment) - kAlignment;
-    const std::uintptr_t end =
-        reinterpret_cast<std::uintptr_t>(args.workspace) + args.workspace_bytes;
-    wide = make_wide_plan(p, device.num_multiprocessors,
-                          end > room ? static_cast<std::int64_t>(end - room) : 0);
-    FG_RETURN_IF_ERROR(launch_wide(p, args, wide, rows, order.ticket,
-                                   reinterpret_cast<std::uint8_t*>(room), device));
-  } else if (plan.has_main(p)) {
-    FG_RETURN_IF_ERROR(run_main(p, args, plan, main));
-  }
-  if (plan.separate_dq && !wide.keeps_ds) {
-    FG_RETURN_IF_ERROR(run_query(p, args, plan, rows, device.l2_bytes));
-  }
-  if (plan.accumulates_dq(p) && !plan.ordered() && pipeline.lag == 0) {
-    const BwdFinishParams finish{.sequences = make_sequences(p, args),
-                                 .heads_kv = p.heads_kv,
-                                 .group = p.group(),
-                                 .head_dim = p.head_dim,
-                                 .head_blocks = head_blocks(p),
-                                 .dq_accumulator = dq_accumulator,
-                                 .dq = args.dq,
-                                 .scale = static_cast<float>(p.scale)};
-    const cuda::LaunchShape shape{
-        .num_ctas = q_tiles, .num_threads = kFinishThreads, .overlaps_predecessor = true};
-    FG_RETURN_IF_ERROR(launch_finish<T>(plan.padded_head_dim, shape, args.stream, finish));
+  if (c.plan.accumulates_dq(p) && !c.plan.ordered() && c.pipeline.lag == 0) {
+    FG_RETURN_IF_ERROR(run_finish<T>(c));
   }
   if (p.wants_dsinks) {
-    FG_RETURN_IF_ERROR(run_sinks(p, args, layout.num_q_blocks, rows.dsink_partial));
+    FG_RETURN_IF_ERROR(run_sinks(p, args, c.layout.num_q_blocks, c.rows.dsink_partial));
   }
-  // Main and finish let repair start only when prepare has ended, which then made all marks.
-  const bool looks_early = !p.wants_dsinks && pipeline.lead == 0 && plan.has_main(p);
-  return run_repair(p, args, rows, looks_early, device.num_multiprocessors);
+  return run_repair(c);
 }
 
 }  // namespace
@@ -358,13 +463,20 @@ WorkspaceSize backward_workspace_size(const Problem& p) {
   }
   cuda::DeviceProperties device;
   const bool known = cuda::device_properties(p.device_id, &device).ok();
-  const BwdPlan plan = make_plan(p, device.num_multiprocessors);
-  const std::size_t bytes = make_layout(p, plan).bytes;
-  if (plan.variant >= 0 || !known) {
-    return {bytes, bytes};
+  const auto bytes = [&](std::int64_t parts) {
+    const Problem divided = divide_heads(p, parts);
+    const BwdPlan plan = make_plan(divided, device.num_multiprocessors);
+    return make_layout(divided, plan, parts).bytes;
+  };
+  const std::size_t minimum = bytes(1);
+  if (!known) {
+    return {minimum, minimum};
   }
-  return {bytes,
-          bytes + static_cast<std::size_t>(preferred_wide_room(p, device.num_multiprocessors))};
+  if (find_variant(p, p.deterministic) >= 0) {
+    return {minimum, std::max(minimum, bytes(head_parts(p, device.num_multiprocessors)))};
+  }
+  return {minimum,
+          minimum + static_cast<std::size_t>(preferred_wide_room(p, device.num_multiprocessors))};
 }
 
 Status launch_backward(const Problem& p, const Args& args) {

@@ -139,15 +139,16 @@ struct Loader {
     }
     const bool mapped = (p.mapped & kMapK) != 0;
     load<Shared::kBlockN, kBoxes, false>(
-        {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), row, batch, tile.head_kv, shared.k(),
-         shared.k_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped, nullptr, 0},
+        {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), row, batch, tile.head_loaded,
+         shared.k(), shared.k_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped,
+         nullptr, 0},
         0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
     if constexpr (Shared::kCluster == 2) {
       const int shift = rank == 0 ? Shared::kBlockN : -Shared::kBlockN;
       load<Shared::kBlockN, 1, false>(
           {&maps.k, mapped, p.k, static_cast<int>(p.head_dim), tile.kv_row + shift,
-           tile.batch_index, tile.head_kv, shared.peer_k(), shared.k_full(), shared.kv_landing(), 0,
-           tile.has_dead_keys != 0 || !mapped, nullptr, 0},
+           tile.batch_index, tile.head_loaded, shared.peer_k(), shared.k_full(),
+           shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped, nullptr, 0},
           rank, [this](int r) { return r >= tile.peer_live_begin && r < tile.peer_live_end; });
     }
   }
@@ -159,8 +160,9 @@ struct Loader {
     }
     const bool mapped = (p.mapped & kMapV) != 0;
     load<Shared::kBlockN, kBoxes, false>(
-        {&maps.v, mapped, p.v, static_cast<int>(p.head_dim_v), row, batch, tile.head_kv, shared.v(),
-         shared.v_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped, nullptr, 0},
+        {&maps.v, mapped, p.v, static_cast<int>(p.head_dim_v), row, batch, tile.head_loaded,
+         shared.v(), shared.v_full(), shared.kv_landing(), 0, tile.has_dead_keys != 0 || !mapped,
+         nullptr, 0},
         0, [this](int r) { return r >= tile.live_begin && r < tile.live_end; });
   }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <iterator>
 
@@ -52,12 +53,17 @@ inline int find_variant(const Problem& p, bool ordered) {
   return found;
 }
 
+// Keys that a row sees under a window, a band that is bounded on both sides; 0 or less: none.
+inline std::int64_t window_keys(const BandMask& mask) {
+  return std::max(mask.left, -kUnboundedFrom) + std::max(mask.right, -kUnboundedFrom) + 1;
+}
+
 // Whether the key tiles of a unit take about as long as they do with a causal mask, or longer.
 // Under a narrow window they are done before a unit could be served: with a window of (1024, 0) at
 // 16k tokens a call that serves units takes more than twice as long.
 inline bool has_long_tiles(const Problem& p) {
   return p.mask.left >= kUnboundedFrom || p.mask.right >= kUnboundedFrom ||
-         2 * (p.mask.left + p.mask.right + 1) >= p.seqlen_q;
+         2 * window_keys(p.mask) >= p.seqlen_q;
 }
 
 inline std::int64_t num_units(const Problem& p) { return (p.packed ? 1 : p.batch) * p.heads_kv; }
@@ -99,6 +105,80 @@ inline std::int64_t num_clusters(const Problem& p, const BwdPlan& plan,
   const std::int64_t served =
       pipeline.serves() ? num_units(p) + std::int64_t{pipeline.lag} * pipeline.last_parts : 0;
   return num_units(p) * key_tiles_per_unit(p, plan) + served;
+}
+
+// The call as its main kernel sees it where the query heads of a key head are divided: each part is
+// a key head of its own, of which only K and V are not. dk and dv of the parts are summed
+// afterwards (bwd_sum.hpp).
+inline Problem divide_heads(Problem p, std::int64_t parts) {
+  p.heads_kv *= parts;
+  return p;
+}
+
+// How long the main kernel takes with each key head in `parts`, about, in steps of its tiles: to
+// compare numbers of parts. The tiles of a window, or without a mask, take as long as each other,
+// and run in rounds. Under a half-open mask they take half as long as the longest in the mean,
+// which comes first; and while they walk more than 4 heads, they are at different heads at the same
+// time, so that more is in use than the L2 holds (clusters need half as much of it). Of a packed
+// batch only the longest sequence is known.
+//
+// The constants are fitted on calls in 1 to 71 parts, H200, benchmarks/results/
+// 2026-11-30-h200-head-parts.json: 6 steps for the start and the end of a tile, 3 for dk and dv of
+// a part, written and read as f32. There the choice takes 0.4 % longer than the best in the mean, 8
+// % at most, and 1 % longer than undivided heads at most.
+inline double steps_in_parts(const Problem& p, std::int64_t parts, int num_multiprocessors) {
+  const Problem divided = divide_heads(p, parts);
+  const BwdConfig& config = kBwdConfigs[find_variant(p, false)];
+  const std::int64_t keys = std::int64_t{config.block_n()} * config.cluster;
+  const auto tiles = static_cast<double>(
+      num_units(divided) * num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys));
+  const auto at_a_time = static_cast<double>(std::max(num_multiprocessors / config.cluster, 1));
+  const bool open_left = p.mask.left >= kUnboundedFrom;
+  const bool open_right = p.mask.right >= kUnboundedFrom;
+  std::int64_t rows = p.packed ? p.max_seqlen_q : p.seqlen_q;
+  if (!open_left && !open_right) {
+    rows = std::clamp<std::int64_t>(window_keys(p.mask) + keys, 0, rows);
+  }
+  const std::int64_t blocks = (rows + kBlockM - 1) / kBlockM;
+  auto longest = static_cast<double>(blocks * divided.group());
+  double mean = longest;
+  if (open_left != open_right) {
+    longest *= config.cluster == 1 && divided.group() > 4 ? 1.3 : 1;
+    mean = longest / 2;
+  }
+  if (p.packed && (open_left || open_right)) {
+    mean *= 2.0 / 3;
+  }
+  const double ends = 6;
+  const double sums = parts > 1 ? 3.0 * config.cluster : 0;
+  const double steps = mean == longest
+                           ? std::ceil(tiles / at_a_time) * (longest + ends)
+                           : std::max(longest + ends, tiles / at_a_time * (mean + ends));
+  return steps + tiles / at_a_time * sums;
+}
+
+// Into how many parts the query heads of each key head are divided. A tile walks all query heads of
+// its part, so with few tiles the longest, or the last ones, take long while most of the device has
+// nothing to do. A deterministic call adds dk and dv in the order of its parts: their number
+// depends on the heads alone, and is modest, since it costs up to 8 % where there are tiles enough.
+inline std::int64_t head_parts(const Problem& p, int num_multiprocessors) {
+  if (p.group() == 1 || find_variant(p, p.deterministic) < 0 || !(p.wants_dk || p.wants_dv)) {
+    return 1;
+  }
+  const std::int64_t most = std::clamp<std::int64_t>(p.heads_q / 4, 4, 8) / p.heads_kv;
+  std::int64_t best = 1;
+  double best_steps = p.deterministic ? 0 : steps_in_parts(p, 1, num_multiprocessors);
+  for (std::int64_t parts = 2; parts <= p.group(); ++parts) {
+    if (p.group() % parts != 0 || (p.deterministic && parts > most)) {
+      continue;
+    }
+    const double steps = p.deterministic ? 0 : steps_in_parts(p, parts, num_multiprocessors);
+    if (p.deterministic || steps < best_steps) {
+      best = parts;
+      best_steps = steps;
+    }
+  }
+  return best;
 }
 
 inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {

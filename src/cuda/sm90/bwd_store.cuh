@@ -79,6 +79,43 @@ __device__ __forceinline__ void copy_rows(const OutputRows& rows, std::uint32_t 
   }
 }
 
+// Writes `factor` times a warpgroup's 64 x kColumns product as f32, two columns at a time where
+// that is possible.
+template <int kColumns>
+__device__ __forceinline__ void store_f32(const float (&d)[kColumns / 2], float factor,
+                                          const OutputRows& rows, int thread) {
+  const auto strides = static_cast<std::uintptr_t>(rows.out.row_stride | rows.out.head_stride |
+                                                   rows.out.batch_stride);
+  const bool pairs = rows.columns % 2 == 0 &&
+                     (reinterpret_cast<std::uintptr_t>(rows.out.data) | 4 * strides) % 8 == 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+    if (r >= rows.count) {
+      continue;
+    }
+    float* const to = static_cast<float*>(rows.out.data) +
+                      rows.out.offset(rows.batch, rows.row + r, rows.head) + thread % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int left = rows.columns - (8 * j + thread % 4 * 2);
+      const float2 x = make_float2(d[4 * j + 2 * half] * factor, d[4 * j + 2 * half + 1] * factor);
+      if (pairs) {
+        if (left > 0) {
+          *reinterpret_cast<float2*>(to + 8 * j) = x;
+        }
+      } else {
+        if (left > 0) {
+          to[8 * j] = x.x;
+        }
+        if (left > 1) {
+          to[8 * j + 1] = x.y;
+        }
+      }
+    }
+  }
+}
+
 // Writes `factor` times a warpgroup's 64 x kColumns product, directly from registers if f32, else
 // through rows `staging_row` on of the swizzled tile at `staging`, which only this warpgroup uses
 // by then.
@@ -90,24 +127,7 @@ __device__ __forceinline__ void store_rows(const float (&d)[kColumns / 2], float
   const int lane = thread % 32;
   const int warp = thread / 32;
   if (rows.out.dtype == DType::kF32) {
-    auto* base = static_cast<float*>(rows.out.data);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = warp * 16 + lane / 4 + 8 * half;
-      if (r < rows.count) {
-        float* destination = base + rows.out.offset(rows.batch, rows.row + r, rows.head);
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-          const int column = 8 * j + lane % 4 * 2;
-          if (column < rows.columns) {
-            destination[column] = d[4 * j + 2 * half] * factor;
-          }
-          if (column + 1 < rows.columns) {
-            destination[column + 1] = d[4 * j + 2 * half + 1] * factor;
-          }
-        }
-      }
-    }
+    store_f32<kColumns>(d, factor, rows, thread);
     return;
   }
 #pragma unroll
@@ -171,11 +191,14 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int q) {
 template <int kColumns, class T>
 __device__ __forceinline__ void store_registers(const float (&d)[kColumns / 2], float factor,
                                                 const OutputRows& rows, int thread) {
+  if (rows.out.dtype == DType::kF32) {
+    store_f32<kColumns>(d, factor, rows, thread);
+    return;
+  }
   const int lane = thread % 32;
   const int q = lane % 4;
   const int r = thread / 32 * 16 + lane / 4;
-  const bool wide =
-      rows.out.dtype != DType::kF32 && has_aligned_rows(rows.out) && rows.columns % 8 == 0;
+  const bool wide = has_aligned_rows(rows.out) && rows.columns % 8 == 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const bool exists = r + 8 * half < rows.count;
@@ -202,12 +225,8 @@ __device__ __forceinline__ void store_registers(const float (&d)[kColumns / 2], 
         for (int c = 0; c < 2; ++c) {
           const int column = 8 * j + 2 * q + c;
           if (column < rows.columns) {
-            const float value = d[4 * j + 2 * half + c] * factor;
-            if (rows.out.dtype == DType::kF32) {
-              static_cast<float*>(rows.out.data)[at + column] = value;
-            } else {
-              static_cast<T*>(rows.out.data)[at + column] = static_cast<T>(value);
-            }
+            static_cast<T*>(rows.out.data)[at + column] =
+                static_cast<T>(d[4 * j + 2 * half + c] * factor);
           }
         }
       }

@@ -54,6 +54,7 @@ struct alignas(16) KeyTile {
   // Where units are served (unit_pipeline.hpp): set once those of the unit's rows are prepared that
   // others prepare; 0 is no answer.
   std::uint32_t rows_ready;
+  int head_loaded;  // of k and v: head_kv, unless that is a part of one (bwd_plan.hpp)
 };
 
 // Whether a tile of an ordered kernel adds to some blocks last; then also to that of its last step.
@@ -70,6 +71,7 @@ struct KeyTileForm {
   std::int32_t block_n;
   std::int32_t cluster;  // CTAs of a cluster take neighbouring tiles
   bool ordered;
+  std::int32_t head_parts = 1;  // of heads_kv that are parts of one head of k and v
 };
 
 // Where tile (or cluster of tiles) number `index` lies, in the order of section_order.hpp.
@@ -197,10 +199,12 @@ FG_HOST_DEVICE inline void describe_key_tile(const BwdParams& p, const KeyTileFo
   }
 }
 
+// The same in bwd.cuh.
 FG_HOST_DEVICE inline KeyTile key_tile_at(const BwdParams& p, const KeyTileForm& form,
                                           const PackedTile& place, std::int64_t rank) {
   KeyTile tile;
   describe_key_tile(p, form, place, rank, tile);
+  tile.head_loaded = tile.head_kv / form.head_parts;
   return tile;
 }
 
