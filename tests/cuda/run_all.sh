@@ -59,7 +59,9 @@ grid_cases=63
   done
   echo "run 4 conformance_test --backend sm90 --gtest_filter='Table*:-$large'"
   echo "run 4 conformance_test --backend sm90 --gtest_filter='-Table*:Grid.Sample'"
-  echo "run 4 sm90_forward check"
+  for width in 256 192 192v128 128 96 64; do
+    echo "run 4 sm90_forward check d$width d${width}_f16"
+  done
   echo "run 1 sm90_determinism $repeats"
   echo "run 4 gpu_context_test"
 } | xargs -d '\n' -P "$cores" -I{} bash -c '{} || echo "$?" >> "$LOGS/failed"'

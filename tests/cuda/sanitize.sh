@@ -37,8 +37,8 @@ run() {
 export -f run
 
 for tool in "${tools[@]}"; do
-  for head_dim in 256 192 128 96 64; do
-    echo "$tool sm90_backward short '' $head_dim $head_dim"
+  for bounds in "193 256" "129 192" "97 128" "65 96" "1 64"; do
+    echo "$tool sm90_backward short '' $bounds"
   done
   for kernel in d64 d96 d128 d192v128 d192 d256 d128_f16; do
     echo "$tool sm90_forward short $kernel"

@@ -25,15 +25,16 @@
 //
 // A product of tiles multiplies what the band hides by 0, and 0 * NaN is NaN. Any NaN or infinity
 // in K, Q or dO makes a NaN or an infinity of S or dP, whether it is visible or not: then the
-// block's (4) and (5) are summed element by element, over the visible pairs alone.
+// block's (4) and (5) are summed element by element, over the visible pairs alone. So they are
+// where a row sees keys but has an infinite lse, and must not be read.
 //
 // Where sequences are shortest the instructions of a CTA bind, not the memory. So what all its
-// threads would compute alike is computed once, by the first warp; it is looked up in shared
-// memory.
+// threads would compute alike is computed once, by the first two warps; it is looked up in
+// shared memory.
 #pragma once
 
 #include "cuda/sm90/bwd_rows.cuh"
-#include "cuda/sm90/bwd_short_shape.cuh"
+#include "cuda/sm90/bwd_short_cta.cuh"
 #include "cuda/sm90/bwd_store.cuh"
 
 namespace flashgrad::sm90 {
@@ -69,75 +70,33 @@ __device__ __forceinline__ void multiply_visible(float (&c)[kTiles][4], int firs
 }
 
 template <class T, class Shape>
-struct BwdShort {
+struct BwdShort : ShortCta<Shape> {
+  using Base = ShortCta<Shape>;
+  using Base::columns_of;
+  using Base::first_head;
+  using Base::k_steps;
+  using Base::load_tiles;
+  using Base::p;
+  using Base::part;
+  using Base::q_steps;
+  using Base::rows;
+  using Base::sequence;
+  using Base::shared;
+  using Base::square_at;
+  using Base::store_tile;
+  using Base::tile_at;
   using Tile = typename Shape::Tile;
   using Square = typename Shape::Square;
   static constexpr int kRightKv = 32;                      // 16 columns to the right
   static constexpr int kRightRows = 16 * Tile::kRowBytes;  // 16 rows down
 
-  const BwdShortParams& p;
-  const ShortSequence& sequence;
-  int first_head;  // of the group
-  std::uint32_t shared;
-  ShortRowStatistics<Shape::kQueries>* rows;
   float dk[Shape::kDkTiles][4];
   float dv[Shape::kDkTiles][4];
-
-  // What the warp has of S^T, dV and dK: 16 keys, a part of the rows or columns.
-  struct Part {
-    int lane;
-    int key;
-    int part;
-  };
-  // Asked for anew in every phase: what would follow from it for all phases takes 30 registers.
-  __device__ static __forceinline__ Part part() {
-    const int thread = ptx::thread_index();
-    return {thread % 32, thread / 32 / Shape::kSplit * 16, thread / 32 % Shape::kSplit};
-  }
-
-  __device__ __forceinline__ std::uint32_t tile_at(int tile, int row, int column) const {
-    return shared + static_cast<std::uint32_t>(tile) + Tile::offset(row, column);
-  }
-  __device__ __forceinline__ std::uint32_t square_at(int square, int row, int column) const {
-    return shared + static_cast<std::uint32_t>(square) + Square::offset(row, column);
-  }
-
-  // Rows of tensor number `t` from `row` on, of its head number `head` in the group.
-  __device__ __forceinline__ ShortRows rows_of(int t, int row, int head) const {
-    const Tensor& tensor = p.tensors[t];
-    auto* const first = reinterpret_cast<std::uint16_t*>(sequence.first[t]);
-    return {
-        first != nullptr ? first + row * tensor.row_stride + head * tensor.head_stride : nullptr,
-        tensor.row_stride, tensor.dim_stride, columns_of(t), (p.wide >> t & 1U) != 0};
-  }
-  __device__ __forceinline__ int columns_of(int t) const {
-    constexpr std::uint32_t kOfV = 1U << kV | 1U << kOut | 1U << kDout | 1U << kDv;
-    return (kOfV >> t & 1U) != 0 ? p.head_dim_v : p.head_dim;
-  }
-
-  // The steps of a block in which rows see keys [key, key + 16).
-  __device__ __forceinline__ ShortSteps q_steps(int block, int key) const {
-    const int last_key = min(key + 15, sequence.keys - 1);
-    const int first = max(key - sequence.hi, block);
-    const int last =
-        min(min(last_key - sequence.lo, sequence.rows - 1), block + Shape::kQueries - 1);
-    return key > last_key || first > last
-               ? ShortSteps{0, 0}
-               : ShortSteps{(first - block) / 16, (last - block) / 16 + 1};
-  }
-  // The steps of keys that rows [row, row + 16) see.
-  __device__ __forceinline__ ShortSteps k_steps(int row) const {
-    const int last_row = min(row + 15, sequence.rows - 1);
-    const int first = max(row + sequence.lo, 0);
-    const int last = min(last_row + sequence.hi, sequence.keys - 1);
-    return row > last_row || first > last ? ShortSteps{0, 0}
-                                          : ShortSteps{first / 16, last / 16 + 1};
-  }
 
   // Rows of a block that a lane speaks for, in the first kRowTiles warps: this one and 8 further
   // down. Those are the lanes that get the diagonals of products of 8 x 8 elements.
   __device__ static __forceinline__ int first_own_row() {
-    const int thread = ptx::thread_index();
+    const int thread = short_thread();
     const int lane = thread % 32;
     return thread < 32 * Shape::kRowTiles && lane % 4 == lane / 8 ? thread / 32 * 16 + lane / 4
                                                                   : -1;
@@ -161,7 +120,7 @@ struct BwdShort {
   // Returns whether a row of the lane is not read though it sees a key.
   __device__ __forceinline__ bool make_rows(int head, int block, const float (&lse)[2],
                                             const float (&dlse)[2], float* dsink) {
-    const int thread = ptx::thread_index();
+    const int thread = short_thread();
     if (thread >= 32 * Shape::kRowTiles) {
       return false;
     }
@@ -209,13 +168,12 @@ struct BwdShort {
     return unread;
   }
 
-  // (2) and (3) of the lane's elements, packed as the left operand of (4) has them: of tile n of
-  // S^T pair h is that of rows lane / 4 + 8 h.
-  template <bool kSoftcap>
+  // (2) and (3) of the lane's elements: take(n, h, p, ds) gets the pairs of tile n of S^T in row
+  // lane / 4 + 8 h, rounded and packed.
+  template <bool kSoftcap, class Take>
   __device__ __forceinline__ void make_p_and_ds(const float (&s)[Shape::kSTiles][4],
                                                 const float (&dp)[Shape::kSTiles][4],
-                                                std::uint32_t (&probabilities)[Shape::kSTiles][2],
-                                                std::uint32_t (&ds)[Shape::kSTiles][2]) const {
+                                                Take&& take) const {
     const auto [lane, first_key, part_of_rows] = part();
     const int query = part_of_rows * (Shape::kQueries / Shape::kSplit) + lane % 4 * 2;
 #pragma unroll
@@ -240,23 +198,16 @@ struct BwdShort {
           p_of_pair[e] = visible ? ptx::exp2_approx(x) : 0.0F;
           ds_of_pair[e] = visible ? p_of_pair[e] * d * (kSoftcap ? factor : 1.0F) : 0.0F;
         }
-        probabilities[n][h] = ptx::pack<T>(p_of_pair[0], p_of_pair[1]);
-        ds[n][h] = ptx::pack<T>(ds_of_pair[0], ds_of_pair[1]);
+        take(n, h, ptx::pack<T>(p_of_pair[0], p_of_pair[1]),
+             ptx::pack<T>(ds_of_pair[0], ds_of_pair[1]));
       }
     }
   }
-  __device__ __forceinline__ void store_square(
-      int square, const std::uint32_t (&pairs)[Shape::kSTiles][2]) const {
+  // Where the lane's first pair of the warp's part of P^T or dS^T lies.
+  __device__ __forceinline__ std::uint32_t own_square(int square) const {
     const auto [lane, key, part_of_rows] = part();
-    const std::uint32_t address = square_at(
-        square, key + lane / 4, part_of_rows * (Shape::kQueries / Shape::kSplit) + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < Shape::kSTiles; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        ptx::store_shared_uint(address + Square::offset(8 * h, 8 * n), pairs[n][h]);
-      }
-    }
+    return square_at(square, key + lane / 4,
+                     part_of_rows * (Shape::kQueries / Shape::kSplit) + lane % 4 * 2);
   }
 
   __device__ __forceinline__ float2 pair(std::uint32_t address) const {
@@ -322,7 +273,7 @@ struct BwdShort {
 
   // (5), to its tile or, of f32, to memory.
   __device__ __forceinline__ void make_dq(int head, int block, bool exactly) const {
-    const int thread = ptx::thread_index();
+    const int thread = short_thread();
     const int lane = thread % 32;
     const int first_row = thread / 32 / Shape::kDqWarps * 16;
     if (first_row >= Shape::kQueries) {
@@ -365,14 +316,8 @@ struct BwdShort {
 
   __device__ __forceinline__ void load_block(int head, int block) const {
     const auto in_block = [block](int row) { return min(max(row - block, 0), Shape::kQueries); };
-    const int begin = in_block(sequence.live_begin);
-    const int end = in_block(sequence.live_end);
-#pragma unroll 1
-    for (int t = kQ; t <= kOut; ++t) {
-      load_short_tile<Shape::kQueries, Shape::kHeadDim, Shape::kThreads>(
-          shared + static_cast<std::uint32_t>(Shape::kQAt + (t - kQ) * Shape::kQBytes),
-          rows_of(t, block, head), (end + 15) / 16 * 16, begin, end);
-    }
+    load_tiles<kQ, kOut, Shape::kQueries>(Shape::kQAt, head, block, in_block(sequence.live_begin),
+                                          in_block(sequence.live_end));
   }
 
   // A block of the rows of a query head; returns the thread's part of (6).
@@ -420,34 +365,46 @@ struct BwdShort {
     const bool exactly = __syncthreads_or(static_cast<int>(unread || isnan(nan))) != 0;
 
     if (!hidden) {
-      std::uint32_t probabilities[Shape::kSTiles][2];
-      std::uint32_t ds[Shape::kSTiles][2];
-      if (p.softcap) {
-        make_p_and_ds<true>(s, dp, probabilities, ds);
-      } else {
-        make_p_and_ds<false>(s, dp, probabilities, ds);
-      }
-      store_square(Shape::kDsAt, ds);
-      if (Shape::keeps_p() || exactly) {
-        store_square(Shape::kPAt, probabilities);
-      } else if constexpr (!Shape::keeps_p()) {
-        const int rows_in_tile = 16 * steps.last;
-        if (p.tensors[kDv]) {
-          add_key_gradient(dv, probabilities, Shape::kDoutAt, p.head_dim_v, rows_in_tile);
+      const std::uint32_t own_p = own_square(Shape::kPAt);
+      const std::uint32_t own_ds = own_square(Shape::kDsAt);
+      // Where P^T is not kept.
+      std::uint32_t p_pairs[Shape::kSTiles][2];
+      std::uint32_t ds_pairs[Shape::kSTiles][2];
+      const auto take = [&](int n, int h, std::uint32_t p_pair, std::uint32_t ds_pair) {
+        const std::uint32_t offset = Square::offset(8 * h, 8 * n);
+        ptx::store_shared_uint(own_ds + offset, ds_pair);
+        if (Shape::keeps_p() || exactly) {
+          ptx::store_shared_uint(own_p + offset, p_pair);
         }
-        if (p.tensors[kDk]) {
-          add_key_gradient(dk, ds, Shape::kQAt, p.head_dim, rows_in_tile);
+        if constexpr (!Shape::keeps_p()) {
+          p_pairs[n][h] = p_pair;
+          ds_pairs[n][h] = ds_pair;
+        }
+      };
+      if (p.softcap) {
+        make_p_and_ds<true>(s, dp, take);
+      } else {
+        make_p_and_ds<false>(s, dp, take);
+      }
+      if constexpr (!Shape::keeps_p()) {
+        const int rows_in_tile = 16 * steps.last;
+        if (p.tensors[kDv] && !exactly) {
+          add_key_gradient(dv, p_pairs, Shape::kDoutAt, p.head_dim_v, rows_in_tile);
+        }
+        if (p.tensors[kDk] && !exactly) {
+          add_key_gradient(dk, ds_pairs, Shape::kQAt, p.head_dim, rows_in_tile);
         }
       }
     }
     __syncthreads();
 
     if (Shape::keeps_p() || exactly) {
+      const ShortSteps of_keys = q_steps(block, part().key);  // as above, not kept in registers
       if (p.tensors[kDv]) {
-        add_key_gradient(dv, Shape::kPAt, Shape::kDoutAt, p.head_dim_v, steps, exactly);
+        add_key_gradient(dv, Shape::kPAt, Shape::kDoutAt, p.head_dim_v, of_keys, exactly);
       }
       if (p.tensors[kDk]) {
-        add_key_gradient(dk, Shape::kDsAt, Shape::kQAt, p.head_dim, steps, exactly);
+        add_key_gradient(dk, Shape::kDsAt, Shape::kQAt, p.head_dim, of_keys, exactly);
       }
     }
     if (!Shape::keeps_p() && exactly) {
@@ -457,11 +414,7 @@ struct BwdShort {
       make_dq(head, block, exactly);
     }
     __syncthreads();
-    if (p.tensors[kDq] && p.tensors[kDq].dtype != DType::kF32) {
-      store_short_tile<Shape::kQueries, Shape::kHeadDim, Shape::kThreads>(
-          shared + static_cast<std::uint32_t>(Shape::kDqAt), rows_of(kDq, block, head),
-          dq_rows(block));
-    }
+    store_tile<Shape::kQueries>(kDq, Shape::kDqAt, head, block, dq_rows(block));
     return dsink;
   }
 
@@ -501,17 +454,13 @@ struct BwdShort {
       }
       p.dsink_partial[index] = sum;
     }
+    __syncthreads();  // the next head's sums come here
   }
 
   // `number`: of the sequence.
   __device__ __forceinline__ void run(std::int64_t number) {
     if (sequence.keys_end > sequence.keys_begin) {
-#pragma unroll 1
-      for (int t = kK; t <= kV; ++t) {
-        load_short_tile<Shape::kKeys, Shape::kHeadDim, Shape::kThreads>(
-            shared + static_cast<std::uint32_t>(t * Shape::kKvBytes), rows_of(t, 0, 0),
-            (sequence.keys_end + 15) / 16 * 16, sequence.keys_begin, sequence.keys_end);
-      }
+      load_tiles<kK, kV, Shape::kKeys>(0, 0, 0, sequence.keys_begin, sequence.keys_end);
     }
 #pragma unroll 1
     for (int head = 0; head < p.group; ++head) {
@@ -530,53 +479,11 @@ struct BwdShort {
     stage_key_gradient(kDk, dk, p.scales.scale, 0);
     stage_key_gradient(kDv, dv, 1.0F, Shape::kVAt);
     __syncthreads();
-#pragma unroll 1
-    for (int t = kDk; t <= kDv; ++t) {
-      if (p.tensors[t] && p.tensors[t].dtype != DType::kF32) {
-        store_short_tile<Shape::kKeys, Shape::kHeadDim, Shape::kThreads>(
-            shared + static_cast<std::uint32_t>((t - kDk) * Shape::kKvBytes), rows_of(t, 0, 0),
-            min(sequence.all_keys, Shape::kKeys));
-      }
-    }
+    const int count = min(sequence.all_keys, Shape::kKeys);
+    store_tile<Shape::kKeys>(kDk, 0, 0, 0, count);
+    store_tile<Shape::kKeys>(kDv, Shape::kVAt, 0, 0, count);
   }
 };
-
-// Where the sequence of `span` lies, by the first two warps, beside each other.
-template <int kKeys>
-__device__ __forceinline__ void find_sequence(const BwdShortParams& p, const SequenceSpan& span,
-                                              int head_kv, ShortSequence* to) {
-  const auto thread = static_cast<int>(threadIdx.x);
-  const auto narrow = [](std::int64_t x) {
-    constexpr std::int64_t kFar = 1 << 30;
-    return static_cast<int>(clamp_to(x, -kFar, kFar));
-  };
-  if (thread < kNumTensors) {
-    const Tensor& t = p.tensors[thread];
-    constexpr std::uint32_t kOfKeys = 1U << kK | 1U << kV | 1U << kDk | 1U << kDv;
-    const bool of_keys = (kOfKeys >> thread & 1U) != 0;
-    const std::int64_t offset = t.offset(span.batch_index, of_keys ? span.kv.begin : span.q.begin,
-                                         of_keys ? head_kv : std::int64_t{head_kv} * p.group);
-    to->first[thread] =
-        t ? static_cast<char*>(t.data) + offset * (t.dtype == DType::kF32 ? 4 : 2) : nullptr;
-  }
-  if (thread == 32) {
-    const Band& band = span.band;
-    const Range live = band.q_range(0, band.seqlen_kv);
-    const Range keys = band.kv_range(0, band.seqlen_q);
-    to->rows = narrow(band.seqlen_q);
-    to->keys = min(narrow(band.seqlen_kv), kKeys);
-    to->all_rows = narrow(span.q.end - span.q.begin);
-    to->all_keys = narrow(span.kv.end - span.kv.begin);
-    to->live_begin = narrow(live.begin);
-    to->live_end = narrow(live.end);
-    to->keys_begin = min(narrow(keys.begin), kKeys);
-    to->keys_end = min(narrow(keys.end), kKeys);
-    // No row sees anything of an empty band.
-    to->lo = narrow(band.lo > band.hi ? Band::kFar : band.lo);
-    to->hi = narrow(band.lo > band.hi ? -Band::kFar : band.hi);
-    to->served = band.seqlen_q <= p.most_rows && band.seqlen_kv <= p.most_keys;
-  }
-}
 
 // Zeros for the gradients of a span's rows from `row` and `key` on, of the heads of one key head
 // or, head_kv = -1, of all.
@@ -623,13 +530,13 @@ __global__ void __launch_bounds__(BwdShortShape<kHeadDim, kKeys>::kThreads,
     return;
   }
   BwdShort<T, Shape> cta{
-      .p = p,
-      .sequence = sequence,
-      .first_head = head_kv * p.group,
-      .shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)),
-      .rows = reinterpret_cast<ShortRowStatistics<Shape::kQueries>*>(shared + Shape::kRowsAt),
-      .dk = {},
-      .dv = {}};
+      {.p = p,
+       .sequence = sequence,
+       .first_head = head_kv * p.group,
+       .shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)),
+       .rows = reinterpret_cast<ShortRowStatistics<Shape::kQueries>*>(shared + Shape::kRowsAt)},
+      {},
+      {}};
   cta.run(number);
   const int done = (sequence.rows + Shape::kQueries - 1) / Shape::kQueries * Shape::kQueries;
   if (done < sequence.all_rows || kKeys < sequence.all_keys) {

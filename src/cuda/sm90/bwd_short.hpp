@@ -20,14 +20,13 @@ struct ShortSize {
 };
 
 // The longest short sequence. It follows from nothing but the sequence, since bits must not depend
-// on others where a call is deterministic. Rows: 77 keys, head dim 64, 256 rows 211 / 172 us as
-// below, 1024 rows in batches of 16 187 / 165, 4096 in batches of 4, which leave SMs idle, 238 /
-// 517.
+// on others where a call is deterministic. H200, us without this kernel / with it: 77 keys, head
+// dim 64, 256 rows 212 / 160, 1024 rows in batches of 16 187 / 165, 4096 rows in batches of 4,
+// which leave SMs idle, 238 / 517.
 inline constexpr int kShortRows = 256;
 
-// Its keys; 0: no sequence of such head dims is short. H200, us without this kernel / with it: head
-// dim 64, 128 tokens 283 / 211, 160 causal 291 / 344; head dim 128, 64 tokens 417 / 252, 100 362 /
-// 553.
+// Its keys; 0: no sequence of such head dims is short. Likewise: head dim 64, 128 tokens 283 / 195,
+// 160 causal 291 / 344; head dim 128, 64 tokens 416 / 196, 100 362 / 553.
 inline int short_keys(const Problem& p) {
   const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
   return width <= 64 ? 128 : width <= 128 ? 64 : 0;

@@ -21,7 +21,7 @@ struct BwdShortParams {
   // Of any strides. Null: dout and dlse are 0, gradients are not wanted. lse and dlse are f32
   // (batch, heads_q, seqlen_q).
   Tensor tensors[kNumTensors];
-  std::uint32_t wide;    // ShortRows::wide; of a gradient also: columns are a multiple of 8
+  std::uint32_t wide;    // rows can be read, or of a gradient written, 16 bytes at a time
   const float* sinks;    // (heads_q), or null
   float* dsink_partial;  // (heads_q, batch), or null: not wanted
   Scales scales;
@@ -39,8 +39,8 @@ template <int kHeadDimOf, int kKeysOf>
 struct BwdShortShape {
   static constexpr int kHeadDim = kHeadDimOf;
   static constexpr int kKeys = kKeysOf;
-  static constexpr int kQueries = 32;                    // of a block
-  static constexpr int kSplit = kHeadDim == 64 ? 1 : 2;  // warps for 16 keys
+  static constexpr int kQueries = kHeadDim == 128 && kKeys >= 64 ? 64 : 32;  // of a block
+  static constexpr int kSplit = kHeadDim == 64 ? 1 : 2;                      // warps for 16 keys
   static constexpr int kWarps = kKeys / 16 * kSplit;
   static constexpr int kThreads = 32 * kWarps;
   // P^T goes through shared memory, since a warp does not have all rows of its keys.

@@ -26,51 +26,66 @@ struct ShortTile {
   }
 };
 
+// The thread's index, read where it is used (ptx::thread_index), and known not to be negative: then
+// a division by a power of two is one instruction.
+__device__ __forceinline__ int short_thread() {
+  const int thread = ptx::thread_index();
+  __builtin_assume(thread >= 0 && thread < 1024);
+  return thread;
+}
+
 // Rows of one head of a tensor of 16-bit elements.
 struct ShortRows {
   std::uint16_t* first;  // null: there is no tensor
   std::int64_t row_stride;
   std::int64_t dim_stride;
   int columns;
-  bool wide;  // rows start at multiples of 16 bytes, dim_stride is 1
 };
 
-// Fills rows [0, rows), rows <= kRows, of a tile: those of [begin, end) from the tensor, the others
-// with zeros, as are columns up to a multiple of 16. Ends with copies under way. By all threads.
+// Fills rows [0, rows), rows <= kRows, of a tile from rows `row` on of a tensor that can be read 16
+// bytes at a time: those of [begin, end), the others with zeros, as are columns up to a multiple
+// of 16. Ends with copies under way. By all threads.
 template <int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ void load_short_tile(std::uint32_t tile, const ShortRows& from, int rows,
-                                                int begin, int end) {
+__device__ __forceinline__ void load_short_tile(std::uint32_t tile, const ShortRows& from, int row,
+                                                int rows, int begin, int end) {
   constexpr int kChunks = kColumns / 8;  // of 16 bytes in a row
   constexpr int kStep = kThreads / kChunks;
   static_assert(kThreads % kChunks == 0);
-  const int thread = ptx::thread_index();
+  const int thread = short_thread();
   const int column = thread % kChunks * 8;
   const int first = thread / kChunks;
   const int left = from.columns - column;
   if (left <= -8 || (left <= 0 && column % 16 == 0)) {
     return;
   }
+  const auto bytes = static_cast<std::uint32_t>(left >= 8 ? 16 : left > 0 ? 2 * left : 0);
   const std::uint32_t destination = tile + ShortTile<kColumns>::offset(first, column);
-  if (from.wide) {
-    const auto bytes = static_cast<std::uint32_t>(left >= 8 ? 16 : left > 0 ? 2 * left : 0);
-    // Of what is not read the address is only formed.
-    const std::uint16_t* source = from.first + first * from.row_stride + column;
+  // Of what is not read the address is only formed.
+  const std::uint16_t* source = from.first + (row + first) * from.row_stride + column;
 #pragma unroll
-    for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
-      const int row = first + i * kStep;
-      if (row < rows) {
-        ptx::async_copy_16(destination + ShortTile<kColumns>::offset(i * kStep, 0), source,
-                           row >= begin && row < end ? bytes : 0);
-      }
-      source += kStep * from.row_stride;
+  for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
+    const int r = first + i * kStep;
+    if (r < rows) {
+      ptx::async_copy_16(destination + ShortTile<kColumns>::offset(i * kStep, 0), source,
+                         r >= begin && r < end ? bytes : 0);
     }
-    return;
+    source += kStep * from.row_stride;
   }
+}
+
+// The same of any tensor, element by element.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void gather_short_tile(std::uint32_t tile, const ShortRows& from,
+                                                  int row, int rows, int begin, int end) {
+  constexpr int kChunks = kColumns / 8;
+  const int thread = short_thread();
+  const int column = thread % kChunks * 8;
+  const int left = from.columns - column;
 #pragma unroll 1
-  for (int row = first; row < rows; row += kStep) {
-    const bool read = from.first != nullptr && row >= begin && row < end;
+  for (int r = thread / kChunks; r < rows; r += kThreads / kChunks) {
+    const bool read = from.first != nullptr && r >= begin && r < end;
     const std::uint16_t* const source =
-        from.first + row * from.row_stride + column * from.dim_stride;
+        from.first + (row + r) * from.row_stride + column * from.dim_stride;
     std::uint32_t pairs[4] = {};
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
@@ -78,7 +93,7 @@ __device__ __forceinline__ void load_short_tile(std::uint32_t tile, const ShortR
         pairs[c / 2] |= std::uint32_t{source[c * from.dim_stride]} << (c % 2 * 16);
       }
     }
-    ptx::store_shared(tile + ShortTile<kColumns>::offset(row, column), pairs[0], pairs[1], pairs[2],
+    ptx::store_shared(tile + ShortTile<kColumns>::offset(r, column), pairs[0], pairs[1], pairs[2],
                       pairs[3]);
   }
 }
@@ -179,47 +194,48 @@ __device__ __forceinline__ void stage_short(std::uint32_t address, const float (
   }
 }
 
-// Rows [0, rows), rows <= kRows, of a tile to a tensor of 16-bit elements; whose columns are a
-// multiple of 8 where it is wide. By all threads.
+// Rows [0, rows), rows <= kRows, of a tile to rows `row` on of a tensor whose columns can be
+// written, and are, 16 bytes at a time. By all threads.
 template <int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ void store_short_tile(std::uint32_t tile, const ShortRows& to,
+__device__ __forceinline__ void store_short_tile(std::uint32_t tile, const ShortRows& to, int row,
                                                  int rows) {
   constexpr int kChunks = kColumns / 8;
   constexpr int kStep = kThreads / kChunks;
-  const int thread = ptx::thread_index();
+  const int thread = short_thread();
   const int column = thread % kChunks * 8;
   const int first = thread / kChunks;
   if (column >= to.columns) {
     return;
   }
   const std::uint32_t source = tile + ShortTile<kColumns>::offset(first, column);
-  std::uint16_t* destination = to.first + first * to.row_stride + column;
-  if (to.wide) {
+  std::uint16_t* destination = to.first + (row + first) * to.row_stride + column;
 #pragma unroll
-    for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
-      if (first + i * kStep < rows) {
-        __stcs(reinterpret_cast<uint4*>(destination),
-               ptx::load_shared_uint4(source + ShortTile<kColumns>::offset(i * kStep, 0)));
-      }
-      destination += kStep * to.row_stride;
-    }
-    return;
-  }
-  const int left = to.columns - column;
-#pragma unroll 1
-  for (int row = first; row < rows; row += kStep) {
-#pragma unroll 1
-    for (int c = 0; c < 8; c += 2) {
-      const std::uint32_t pair =
-          ptx::load_shared_uint(tile + ShortTile<kColumns>::offset(row, column + c));
-      if (c < left) {
-        destination[c] = static_cast<std::uint16_t>(pair);
-      }
-      if (c + 1 < left) {
-        destination[c + 1] = static_cast<std::uint16_t>(pair >> 16);
-      }
+  for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
+    if (first + i * kStep < rows) {
+      __stcs(reinterpret_cast<uint4*>(destination),
+             ptx::load_shared_uint4(source + ShortTile<kColumns>::offset(i * kStep, 0)));
     }
     destination += kStep * to.row_stride;
+  }
+}
+
+// The same to any tensor, element by element.
+template <int kColumns, int kThreads>
+__device__ __forceinline__ void scatter_short_tile(std::uint32_t tile, const ShortRows& to, int row,
+                                                   int rows) {
+  constexpr int kPairs = kColumns / 2;  // of a row
+  const int thread = short_thread();
+  const int column = thread % kPairs * 2;
+#pragma unroll 1
+  for (int r = thread / kPairs; r < rows; r += kThreads / kPairs) {
+    const std::uint32_t pair = ptx::load_shared_uint(tile + ShortTile<kColumns>::offset(r, column));
+    std::uint16_t* const destination = to.first + (row + r) * to.row_stride + column;
+    if (column < to.columns) {
+      destination[0] = static_cast<std::uint16_t>(pair);
+    }
+    if (column + 1 < to.columns) {
+      destination[1] = static_cast<std::uint16_t>(pair >> 16);
+    }
   }
 }
 
