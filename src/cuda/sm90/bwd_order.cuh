@@ -48,8 +48,8 @@ template <int kColumns>
 using PackedRows = std::uint32_t[2][kColumns / 32][4];
 
 // A warp's sums on their way, kColumns columns of 16 rows at a time, through kRoom bytes of shared
-// memory: a load that is waited for takes as long as a third of a step, and into registers few
-// could be under way. Each lane has places of its own, so nobody waits for another.
+// memory: in registers there is room for one of them only, and it would be waited for each time.
+// Each lane has places of its own, so nobody waits for another.
 template <int kColumns, int kRoom>
 class SumsRing {
  public:

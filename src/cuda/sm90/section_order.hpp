@@ -90,8 +90,8 @@ constexpr std::int64_t fwd_l2_share(std::int64_t l2_bytes) { return l2_bytes / 2
 // no two add to a block at the same time, and each follows its predecessor at a distance of one
 // segment. Depends on the sequence's own lengths and the device (max_round) alone.
 //
-// Short sequences do not rotate: their few clusters start one after the other, and each waits for
-// the one before only at its first block. H200, d128, full: 1k 452 -> 457, 512 330 -> 344 TFLOP/s.
+// Short sequences do not rotate: their few clusters follow each other, and each waits for the one
+// before at its first block only. H200, d128, full 1k: 452 -> 458 TFLOP/s.
 struct Rotation {
   std::int64_t segment;  // query blocks, a power of two
   std::int64_t round;    // clusters, as many as segments
