@@ -65,8 +65,10 @@ struct FwdRows {
 FG_HOST_DEVICE constexpr FwdRows tile_rows(std::int64_t seqlen_q, std::int32_t block_m,
                                            std::int32_t block, bool incomplete_first) {
   const auto rows = static_cast<std::int32_t>(seqlen_q);
-  const std::int32_t incomplete = (rows % block_m + 63) / 64 * 64;
-  const std::int32_t first = incomplete_first && incomplete > 0 ? incomplete : block_m;
+  // block_m is 64, 128 or 192, so that nothing is divided by what only the call knows.
+  const std::int32_t before_last = (rows + 63) / 64 - 1;
+  const std::int32_t left = block_m == 192 ? before_last % 3 : block_m == 128 ? before_last % 2 : 0;
+  const std::int32_t first = incomplete_first && rows > 0 ? 64 * (left + 1) : block_m;
   const std::int32_t begin = block > 0 ? first + (block - 1) * block_m : 0;
   const std::int32_t end = block > 0 ? begin + block_m : first;
   return {begin, end < rows ? end : begin < rows ? rows : begin};

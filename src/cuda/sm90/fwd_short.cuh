@@ -204,7 +204,8 @@ __device__ __forceinline__ void find_tile(const FwdShortParams& params, FwdTile*
 }
 
 template <FwdShortVariant kVariant, bool kScoreFunction, class T>
-__global__ void __launch_bounds__(FwdShortConfig::kThreads, fwd_short_config(kVariant).ctas)
+__global__ void __launch_bounds__(FwdShortConfig::kThreads,
+                                  fwd_short_config(kVariant).ctas(kScoreFunction))
     fwd_short(const __grid_constant__ FwdMaps maps, const __grid_constant__ FwdShortParams params) {
   static constexpr FwdShortConfig C = fwd_short_config(kVariant);
   static constexpr FwdConfig W = C.widths();

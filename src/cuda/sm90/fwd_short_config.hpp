@@ -11,13 +11,15 @@ namespace flashgrad::sm90 {
 struct FwdShortConfig {
   FwdVariant arithmetic;  // the kernel of fwd.cuh whose bits these are
   int block_n;            // keys of a step: that kernel's, or fewer if no sequence has more
-  int ctas;               // that run on a multiprocessor together
+  int plain_ctas;         // that run on a multiprocessor together
+  int score_ctas;         // the same with a score function, which takes more registers
 
   static constexpr int kBlockM = 64;
   static constexpr int kThreads = 128;
   static constexpr int kFewRows = 16;
   static constexpr int kMaxBlocks = 4;  // tiles of a sequence that are described on the host
 
+  constexpr int ctas(bool score_function) const { return score_function ? score_ctas : plain_ctas; }
   constexpr const FwdConfig& widths() const { return fwd_config(arithmetic); }
   // Offsets in shared memory, which starts at a multiple of tile::kTileAlignment.
   constexpr int k_offset() const { return FwdConfig::bytes(kBlockM, widths().head_dim); }
@@ -33,17 +35,19 @@ struct FwdShortConfig {
   constexpr int barrier_offset() const { return tile_offset() + FwdConfig::kTileBytes; }
   constexpr int shared_bytes() const { return barrier_offset() + 3 * 8; }
   // The system takes 1 KB of each CTA's.
-  constexpr bool valid() const { return ctas * (shared_bytes() + 1024) <= 228 * 1024; }
+  constexpr bool valid() const {
+    return ctas(false) * (shared_bytes() + 1024) <= 228 * 1024 && ctas(true) <= ctas(false);
+  }
 };
 
 enum class FwdShortVariant : int { kD64Keys64, kD64, kD96, kD128 };
 
 // Narrowest first.
 inline constexpr FwdShortConfig kFwdShortConfigs[] = {
-    {FwdVariant::kD64, 64, 4},
-    {FwdVariant::kD64, fwd_config(FwdVariant::kD64).block_n, 3},
-    {FwdVariant::kD96, fwd_config(FwdVariant::kD96).block_n, 3},
-    {FwdVariant::kD128, fwd_config(FwdVariant::kD128).block_n, 3}};
+    {FwdVariant::kD64, 64, 5, 4},
+    {FwdVariant::kD64, fwd_config(FwdVariant::kD64).block_n, 4, 3},
+    {FwdVariant::kD96, fwd_config(FwdVariant::kD96).block_n, 3, 3},
+    {FwdVariant::kD128, fwd_config(FwdVariant::kD128).block_n, 3, 3}};
 
 constexpr const FwdShortConfig& fwd_short_config(FwdShortVariant variant) {
   return kFwdShortConfigs[static_cast<int>(variant)];

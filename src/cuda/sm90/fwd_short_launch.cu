@@ -68,15 +68,17 @@ Status launch_kernel(int variant, bool score_function, std::int64_t ctas, const 
 
 }  // namespace
 
-// H200, us of fwd.cuh / here, 16k tokens, 16 heads, full: head_dim 64, sequences of 64 94 / 46, of
-// 256 88 / 74, of 384 89 / 97; head_dim 128, of 64 101 / 75, of 128 86 / 91, packed 115 / 94.
+// H200, us of fwd.cuh / here, 16k tokens, 16 heads: head_dim 64, full, sequences of 64 95 / 44, of
+// 256 87 / 69, of 384 89 / 97; head_dim 80, of 197, full 128 / 135, causal 108 / 97; head_dim 128,
+// full, of 64 101 / 75, of 128 86 / 91, packed 114 / 90.
 bool is_short_forward(const Problem& p, FwdVariant arithmetic) {
   const int variant = find_variant(p, arithmetic);
   if (variant < 0) {
     return false;
   }
-  const std::int64_t most =
-      p.packed || kFwdShortConfigs[variant].widths().head_dim < 128 ? 256 : 64;
+  const int width = kFwdShortConfigs[variant].widths().head_dim;
+  const bool hides_keys = p.mask.right < kUnboundedFrom;
+  const std::int64_t most = p.packed || width <= 64 || (width <= 96 && hides_keys) ? 256 : 64;
   return p.max_seqlen_q <= most && p.max_seqlen_kv <= most && num_tiles(p) <= INT32_MAX - kOutside;
 }
 

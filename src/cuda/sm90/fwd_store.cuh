@@ -224,34 +224,23 @@ __device__ __forceinline__ void recompute_row(const FwdParams& p, const FwdTile&
   }
 }
 
-// All rows are written directly.
+// For finish_rows(): all rows are written directly.
 struct NoCopy {
-  __device__ __forceinline__ static constexpr bool can_copy(const FwdParams&, const FwdTile&, int) {
-    return false;
-  }
-  template <int kColumns, class T>
-  __device__ __forceinline__ static void copy(const std::uint32_t (&)[kColumns / 4],
-                                              const FwdParams&, const FwdTile&, int) {}
+  static constexpr bool kCopies = false;
 };
 
-// Rows of a warp by copy_out(), where they all exist.
+// For finish_rows(): rows of a warp go through copy_out() where they all exist.
 template <FwdVariant kVariant>
 struct CopyOfRows {
-  static constexpr FwdConfig C = fwd_config(kVariant);
+  static constexpr bool kCopies = fwd_config(kVariant).stages_out();
   const FwdShared<kVariant>& shared;
   const FwdMaps& maps;
 
-  __device__ __forceinline__ bool can_copy(const FwdParams& p, const FwdTile& tile,
-                                           int warp) const {
-    return C.stages_out() && (p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows;
-  }
-  template <int kColumns, class T>
-  __device__ __forceinline__ void copy(const std::uint32_t (&pairs)[kColumns / 4], const FwdParams&,
+  template <int kColumns>
+  __device__ __forceinline__ void copy(const std::uint32_t (&pairs)[kColumns / 4],
                                        const FwdTile& tile, int warp) const {
-    if constexpr (C.stages_out()) {
-      copy_out<kColumns>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
-                         tile.batch);
-    }
+    copy_out<kColumns>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
+                       tile.batch);
   }
 };
 
@@ -293,9 +282,11 @@ __device__ __forceinline__ void finish_rows(const FwdParams& p, const FwdTile& t
   }
   const bool recomputes = __any_sync(0xffffffffU, suspicious[0] || suspicious[1]);
   // What is recomputed is written after the rest of its rows, and nobody waits for a copy.
-  if (copier.can_copy(p, tile, warp) && !recomputes) {
-    copier.template copy<kColumns, T>(pairs, p, tile, warp);
-    return;
+  if constexpr (Copier::kCopies) {
+    if ((p.mapped & kFwdMapOut) != 0 && 16 * (warp + 1) <= tile.num_rows && !recomputes) {
+      copier.template copy<kColumns>(pairs, tile, warp);
+      return;
+    }
   }
   store_out<kColumns, T>(pairs, p, static_cast<T*>(p.out.data) + tile.out_offset, row,
                          tile.num_rows);
