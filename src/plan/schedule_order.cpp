@@ -371,11 +371,14 @@ std::int64_t kernel_section(const ScheduleProblem& problem, const Policy& policy
   }
   const std::int64_t batch = problem.packed_q.empty() ? problem.batch : 1;
   const bool rotates = policy.turns == Policy::Turns::kKernel && hides_nothing(problem);
-  const std::int64_t tiles =
-      rotates ? kernel_round(problem, keys, tile.max_round) : (problem.seqlen_kv + keys - 1) / keys;
-  return sm90::units_together(static_cast<std::uint32_t>(batch * problem.heads_kv), in_l2,
-                              sm90::units_that_fill(static_cast<std::uint32_t>(processors),
-                                                    static_cast<std::uint32_t>(tiles)));
+  const std::int64_t round = rotates ? kernel_round(problem, keys, tile.max_round) : 1;
+  const std::int64_t tiles = round > 1 ? round : (problem.seqlen_kv + keys - 1) / keys;
+  const auto units = static_cast<std::uint32_t>(batch * problem.heads_kv);
+  const auto slots = static_cast<std::uint32_t>(processors);
+  const auto of_unit = static_cast<std::uint32_t>(tiles);
+  const std::uint32_t section =
+      sm90::units_together(units, in_l2, sm90::units_that_fill(slots, of_unit));
+  return rotates ? sm90::units_at_a_time(units, slots, of_unit, section) : section;
 }
 
 }  // namespace flashgrad::plan

@@ -266,9 +266,17 @@ TEST(PlanSchedule, SectionsOfTheKernels) {
   problem = causal_problem(16384, 16, 0);
   EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 2);
   problem.mask = {};
-  // Rounds of 32: three heads fill 66 pairs, and 16 heads come out even in sections of 4.
   EXPECT_EQ(kernel_section(problem, find_policy(true, "sections"), pair, 66, kL2), 2);
-  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 4);
+  // Rounds of 32: those of two heads run at a time on 66 pairs.
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 2);
+  problem.seqlen_q = problem.seqlen_kv = 4096;  // rounds of 8
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 8);
+  problem.heads_q = problem.heads_kv = 10;  // 2 would be left for the last section
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 10);
+  problem.heads_q = problem.heads_kv = 16;
+  problem.seqlen_q = problem.seqlen_kv = 1024;  // 4 pairs, which do not rotate
+  EXPECT_EQ(kernel_section(problem, find_policy(true, "turns-sm90"), pair, 66, kL2), 16);
+  problem.seqlen_q = problem.seqlen_kv = 16384;
   problem.backward = false;
   EXPECT_EQ(kernel_section(problem, find_policy(false, "sections"), {}, 132, kL2), 3);
   problem.heads_kv = 4;

@@ -132,6 +132,7 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
         r.turn.advance(r.walk, r.tile);
       }
       if (++r.step == r.tile.num_steps) {
+        const bool finishes = finishes_dq(r.tile);
         for (int head = r.tile.head_kv * setting.group; head < (r.tile.head_kv + 1) * setting.group;
              ++head) {
           for (int range = 0; range < 2; ++range) {
@@ -142,6 +143,7 @@ Orders simulate(const Setting& setting, const std::vector<Lengths>& lengths, boo
             }
           }
         }
+        EXPECT_TRUE(!finishes || finished[slot]) << "its last turn is not passed on";
         running.erase(running.begin() + static_cast<std::ptrdiff_t>(i));
       } else {
         ++i;
@@ -223,7 +225,8 @@ TEST(Sm90BackwardOrder, RotatedClustersStartApart) {
   EXPECT_EQ(r.segment, 8);
   EXPECT_EQ(r.round, 32);
   EXPECT_EQ(rotation(256, 64, 28).round, 16);  // fewer SMs
-  EXPECT_EQ(rotation(16, 4, 32).round, 2);
+  EXPECT_EQ(rotation(16, 5, 32).round, 2);
+  EXPECT_EQ(rotation(16, 4, 32).round, 1);  // few
   EXPECT_EQ(rotation(512, 1, 32).round, 1);
 }
 

@@ -110,6 +110,14 @@ __device__ __forceinline__ void async_copy_16(std::uint32_t destination, const v
 __device__ __forceinline__ void wait_async_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// In groups, of which at most `kPending` are then under way.
+__device__ __forceinline__ void commit_async_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wait_async_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // PTX ISA, "prefetch": the line into the L2.
 __device__ __forceinline__ void prefetch_l2(const void* address) {

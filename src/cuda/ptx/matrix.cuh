@@ -52,6 +52,14 @@ __device__ __forceinline__ float2 load_shared_float2(std::uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ float4 load_shared_float4(std::uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
 __device__ __forceinline__ uint4 load_shared_uint4(std::uint32_t address) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -27,9 +27,10 @@
 //   k_full        1 (cluster: 2, with the peer's K); loader -> all; once
 //   v_full        1; loader -> consumers; once
 //   q_full        1; loader -> consumers; step, stage = step mod q_stages
-//   q_empty       256 (512: of both CTAs); consumers' lanes, after (6) -> loader; step
+//   q_empty       256 (512: of both CTAs); consumers' lanes, after (6) -> loader, and dq warps that
+//                 finish dq; step
 //   do_full       1; loader -> consumers; step, stage = step mod do_stages
-//   do_empty      256 (512); consumers' lanes, after (5) -> loader; step
+//   do_empty      256 (512); consumers' lanes, after (5) -> the same; step
 //   ds_full       8; consumer warps -> dq; (step, key block), stage mod ds_stages
 //   ds_empty      4 (5: the peer has its copy); dq warps, after (7) -> consumers; the same
 //   peer_ds_full  1; loader, with the peer's copy -> dq; step

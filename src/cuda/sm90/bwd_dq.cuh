@@ -114,9 +114,15 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     const auto counter = [&] { return p.order.counters + 2 * walk.slot(p.rows, tile) + rank; };
     std::uint32_t seen = 0;
     bool nothing_yet = false;
-    if (C.ordered && adds) {
-      seen = ptx::load_relaxed(counter());
-    }
+    // As late as the answer allows: what the turn was earlier may be passed meanwhile, and a second
+    // look is waited for. H200, d128 with a cluster, at the step's begin and behind its first
+    // product, cool: causal 1k 301 and 305, 4k 533 and 542, 16k 648 and 654. Head dim 64, also
+    // before the last product and behind the first: causal 4k 480, 487 and 471.
+    const auto look_at_turn = [&] {
+      if (C.ordered && adds) {
+        seen = ptx::load_relaxed(counter());
+      }
+    };
     const auto add = [&](int piece, bool first, const float(&dq)[kColumns / 2]) {
       float* const at = accumulator() + piece * (16 * kColumns);
       if constexpr (C.ordered) {
@@ -164,6 +170,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
         ptx::mbarrier_arrive_expect(shared.peer_ds_full(stage), C.ds_bytes());
       }
       __syncwarp();
+      look_at_turn();
       ptx::mbarrier_wait(shared.peer_ds_full(stage), parity);
       if (warp == 1 && lane == 0) {
         ptx::mbarrier_arrive_cluster(shared.ds_empty(stage), other);  // its copy has left
@@ -196,6 +203,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
           if (piece == 0) {
             ptx::mbarrier_wait(shared.ds_full(stage),
                                static_cast<std::uint32_t>(count / C.ds_stages) & 1U);
+            if (x == C.key_blocks - 1) {
+              look_at_turn();
+            }
           }
           const std::uint64_t a = desc_ds + static_cast<std::uint64_t>(stage * (C.ds_bytes() / 16));
           const std::uint64_t b =
@@ -238,13 +248,15 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       }
     }
   }
-  pass_turn(tile.num_steps);
   if (lane == 0) {
     ptx::mbarrier_arrive(shared.done());
   }
   if constexpr (C.ordered) {
-    if (adds) {
-      finish_dq<C, T>(p, shared_tile, rank, warp, lane);
+    if (!finishes_dq(shared_tile)) {
+      pass_turn(tile.num_steps);
+    } else if (adds) {
+      // Its last block is among them, so that nobody waits for a turn there.
+      finish_dq<C, T>(p, shared_tile, shared, rank, warp, lane);
     }
   }
   if constexpr (C.serves_units()) {
@@ -257,16 +269,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     // it. A barrier of the cluster would also wait for all stores to global memory.
     if (warp == 0) {
       const int num_steps = shared_tile.num_steps;
-      const auto wait_for_last = [&](std::uint32_t first_barrier, int stages) {
-        for (int stage = 0; stage < stages && stage < num_steps; ++stage) {
-          ptx::mbarrier_wait(first_barrier + 8 * stage,
-                             static_cast<std::uint32_t>((num_steps - 1 - stage) / stages) & 1U);
-        }
-      };
-      wait_for_last(shared.q_empty(0), C.q_stages);
-      wait_for_last(shared.do_empty(0), C.do_stages);
-      wait_for_last(shared.ds_empty(0), C.ds_stages);
-      wait_for_last(shared.peer_ds_empty(0), C.ds_stages);
+      wait_for_last(shared.q_empty(0), C.q_stages, num_steps);
+      wait_for_last(shared.do_empty(0), C.do_stages, num_steps);
+      wait_for_last(shared.ds_empty(0), C.ds_stages, num_steps);
+      wait_for_last(shared.peer_ds_empty(0), C.ds_stages, num_steps);
     }
   }
 }

@@ -230,17 +230,21 @@ BwdParams make_main_params(const Call& c) {
                                .round;
     }
   }
-  const auto processors = static_cast<std::uint32_t>(c.device.num_multiprocessors / cluster);
-  params.section =
-      plan.section > 0
-          ? plan.section
-          : units_together(
-                static_cast<std::uint32_t>(params.num_units),
-                rows_in_l2(bwd_l2_share(c.device.l2_bytes), bytes_per_query(p)) /
-                    static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1)),
-                units_that_fill(processors,
-                                static_cast<std::uint32_t>(
-                                    params.max_round > 0 ? params.round : params.num_kv_blocks)));
+  if (plan.section > 0) {
+    params.section = plan.section;
+    return params;
+  }
+  const auto num_units = static_cast<std::uint32_t>(params.num_units);
+  const auto slots = static_cast<std::uint32_t>(c.device.num_multiprocessors / cluster);
+  const auto of_unit =
+      static_cast<std::uint32_t>(params.round > 1 ? params.round : params.num_kv_blocks);
+  const auto in_l2 = rows_in_l2(bwd_l2_share(c.device.l2_bytes), bytes_per_query(p)) /
+                     static_cast<std::uint32_t>(std::max<std::int64_t>(p.seqlen_q, 1));
+  params.section = units_together(num_units, in_l2, units_that_fill(slots, of_unit));
+  if (params.max_round > 0) {
+    params.section =
+        units_at_a_time(num_units, slots, of_unit, static_cast<std::uint32_t>(params.section));
+  }
   return params;
 }
 

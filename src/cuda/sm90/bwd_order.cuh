@@ -47,16 +47,48 @@ __device__ __forceinline__ bool wait_for_turn(const std::uint32_t* counter, int 
 template <int kColumns>
 using PackedRows = std::uint32_t[2][kColumns / 32][4];
 
-// `sums`: the lane's accumulators in fragment order.
-template <int kColumns, class T>
-__device__ __forceinline__ void load_rows(PackedRows<kColumns>& x, const float* sums, float scale) {
+// A warp's sums on their way, kColumns columns of 16 rows at a time, through kRoom bytes of shared
+// memory: in registers there is room for one of them only, and it would be waited for each time.
+// Each lane has places of its own, so nobody waits for another.
+template <int kColumns, int kRoom>
+class SumsRing {
+ public:
+  static constexpr int kItemBytes = 16 * kColumns * 4;
+  static constexpr int kDepth = kRoom / kItemBytes;
+  static constexpr int kBytes = kDepth * kItemBytes;
+
+  __device__ SumsRing(std::uint32_t room, int lane)
+      : own_(room + static_cast<std::uint32_t>(lane * 16)) {}
+
+  // Loads the next; `sums` is the lane's first. kDepth of them, or fewer if there are no more and
+  // `any` is false, come before the first take().
+  __device__ __forceinline__ void fetch(bool any, const float* sums) {
+    if (any) {
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const float4 sum = ptx::load_sum(sums + j * 128);
-    x[0][j / 4][j % 4] = ptx::pack<T>(sum.x * scale, sum.y * scale);
-    x[1][j / 4][j % 4] = ptx::pack<T>(sum.z * scale, sum.w * scale);
+      for (int j = 0; j < kColumns / 8; ++j) {
+        ptx::async_copy_16(own_ + at_ + j * 512, sums + j * 128, 16);
+      }
+    }
+    ptx::commit_async_copies();
+    at_ = at_ == kBytes - kItemBytes ? 0 : at_ + kItemBytes;
   }
-}
+
+  // Takes the oldest, whose place the next one gets.
+  template <class T>
+  __device__ __forceinline__ void take(PackedRows<kColumns>& x, float scale) {
+    ptx::wait_async_copies<kDepth - 1>();
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float4 sum = ptx::load_shared_float4(own_ + at_ + j * 512);
+      x[0][j / 4][j % 4] = ptx::pack<T>(sum.x * scale, sum.y * scale);
+      x[1][j / 4][j % 4] = ptx::pack<T>(sum.z * scale, sum.w * scale);
+    }
+  }
+
+ private:
+  std::uint32_t own_;
+  std::uint32_t at_ = 0;  // of the next to be loaded, which is the oldest
+};
 
 // Rows `row` on, of which `count` exist, from column `column` on, 16 bytes at a time.
 template <int kColumns>
@@ -106,58 +138,92 @@ __device__ __forceinline__ void finish_elements(const BwdParams& p, const float*
   }
 }
 
-// Finishes the blocks that this tile added to last. `warp` is of the dq warpgroup; with a cluster,
-// CTA `rank` has one piece of the columns.
+// What finish_dq goes through: pieces of the columns of the blocks that a tile finishes, of one
+// query head after the other.
+template <int kPieces>
+struct FinishWalk {
+  int begin[2];  // pieces, from a head's first block on
+  int in_first;  // of begin[0] on; the others from begin[1] on
+  int of_head;
+  int head;
+  int item = 0;
+
+  __device__ FinishWalk(const KeyTile& tile, int first_head) : head(first_head) {
+    begin[0] = tile.finish_begin[0] * kPieces;
+    begin[1] = tile.finish_begin[1] * kPieces;
+    in_first = (tile.finish_end[0] - tile.finish_begin[0]) * kPieces;
+    of_head = in_first + (tile.finish_end[1] - tile.finish_begin[1]) * kPieces;
+  }
+  __device__ int at() const {
+    return item < in_first ? begin[0] + item : begin[1] + item - in_first;
+  }
+  __device__ void advance() {
+    if (++item == of_head) {
+      item = 0;
+      ++head;
+    }
+  }
+};
+
+// Finishes the blocks that this tile added to last, of which there are some. `warp` is of the dq
+// warpgroup; with a cluster, CTA `rank` has one piece of the columns.
+//
+// Many loads are under way at a time, in the stages of Q and dO.
 template <BwdConfig C, class T>
-__device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& tile, int rank,
-                                          int warp, int lane) {
+__device__ __forceinline__ void finish_dq(const BwdParams& p, const KeyTile& tile,
+                                          const BwdShared<C>& shared, int rank, int warp,
+                                          int lane) {
   constexpr int kColumns = C.dq_columns();
   constexpr int kPieces = C.cluster == 2 ? 1 : C.dq_pieces();
+  constexpr int kRoom = (C.q_stages + C.do_stages) * C.q_bytes();
+  static_assert(C.do_offset() == C.q_offset() + C.q_stages * C.q_bytes());
+  using Sums = SumsRing<kColumns, kRoom / 4>;
   const int first_piece = C.cluster == 2 ? rank : 0;
-  const bool wide = p.dq.dtype != DType::kF32 && has_aligned_rows(p.dq) &&
-                    kColumns * (first_piece + kPieces) <= p.head_dim;
-  const int group = static_cast<int>(p.group);
+  const int head_end = (tile.head_kv + 1) * static_cast<int>(p.group);
+  FinishWalk<kPieces> walk(tile, tile.head_kv * static_cast<int>(p.group));
+  const auto sums = [&](const FinishWalk<kPieces>& of) {
+    const int slot =
+        of.head * static_cast<int>(p.rows.num_blocks) + tile.q_block + of.at() / kPieces;
+    return p.dq_accumulator + std::int64_t{slot} * (kBlockM * C.head_dim) +
+           tile::fragment_order<C.head_dim>(warp * 32 + lane, 0) +
+           (first_piece + of.at() % kPieces) * (16 * kColumns);
+  };
+  const auto row = [&] { return walk.at() / kPieces * kBlockM + warp * 16; };
+  const auto column = [&] { return kColumns * (first_piece + walk.at() % kPieces); };
+  if (p.dq.dtype == DType::kF32 || !has_aligned_rows(p.dq) ||
+      kColumns * (first_piece + kPieces) > p.head_dim) {
 #pragma unroll 1
-  for (int head = tile.head_kv * group; head < (tile.head_kv + 1) * group; ++head) {
-#pragma unroll 1
-    for (int range = 0; range < 2; ++range) {
-      const int begin = tile.finish_begin[range] * kPieces;
-      const int end = tile.finish_end[range] * kPieces;
-      const int first_slot = head * static_cast<int>(p.rows.num_blocks) + tile.q_block;
-      // Item i: a piece of block i / kPieces.
-      const auto sums = [&](int i) {
-        return p.dq_accumulator + std::int64_t{first_slot + i / kPieces} * (kBlockM * C.head_dim) +
-               tile::fragment_order<C.head_dim>(warp * 32 + lane, 0) +
-               (first_piece + i % kPieces) * (16 * kColumns);
-      };
-      const auto row = [&](int i) { return i / kPieces * kBlockM + warp * 16; };
-      if (wide) {
-        // The loads of an item are under way while the one before is stored.
-        PackedRows<kColumns> x;
-        if (begin < end) {
-          load_rows<kColumns, T>(x, sums(begin), p.scale);
-        }
-#pragma unroll 1
-        for (int i = begin; i < end; ++i) {
-          PackedRows<kColumns> next;
-          load_rows<kColumns, T>(next, sums(min(i + 1, end - 1)), p.scale);
-          store_packed<kColumns>(x, p.dq, tile.batch_index, tile.q_row + row(i),
-                                 tile.q_rows - row(i), head, kColumns * (first_piece + i % kPieces),
-                                 lane);
-#pragma unroll
-          for (int k = 0; k < kColumns / 4; ++k) {
-            x[k % 2][k / 8][k / 2 % 4] = next[k % 2][k / 8][k / 2 % 4];
-          }
-        }
-      } else {
-#pragma unroll 1
-        for (int i = begin; i < end; ++i) {
-          finish_elements<kColumns, T>(p, sums(i), tile.batch_index, tile.q_row + row(i),
-                                       tile.q_rows - row(i), head,
-                                       kColumns * (first_piece + i % kPieces), lane);
-        }
-      }
+    for (; walk.head < head_end; walk.advance()) {
+      finish_elements<kColumns, T>(p, sums(walk), tile.batch_index, tile.q_row + row(),
+                                   tile.q_rows - row(), walk.head, column(), lane);
     }
+    return;
+  }
+  wait_for_last(shared.q_empty(0), C.q_stages, tile.num_steps);
+  wait_for_last(shared.do_empty(0), C.do_stages, tile.num_steps);
+  // And behind rows that the loading warp has cleared there: racecheck follows no chain of
+  // barriers.
+  ptx::named_barrier_sync<128>(5);
+  Sums ring(shared.q(0) + static_cast<std::uint32_t>(warp * Sums::kBytes), lane);
+  FinishWalk<kPieces> ahead = walk;
+  const auto fetch = [&] {
+    const bool any = ahead.head < head_end;
+    ring.fetch(any, sums(ahead));
+    if (any) {
+      ahead.advance();
+    }
+  };
+#pragma unroll 1
+  for (int i = 0; i < Sums::kDepth; ++i) {
+    fetch();
+  }
+#pragma unroll 1
+  for (; walk.head < head_end; walk.advance()) {
+    PackedRows<kColumns> x;
+    ring.template take<T>(x, p.scale);
+    fetch();
+    store_packed<kColumns>(x, p.dq, tile.batch_index, tile.q_row + row(), tile.q_rows - row(),
+                           walk.head, column(), lane);
   }
 }
 

@@ -114,6 +114,16 @@ __device__ __forceinline__ void arrive_in_cluster(std::uint32_t barrier) {
   }
 }
 
+// Waits until the barriers of a ring of `stages`, the first at `first_barrier`, have completed as
+// often as `num_steps` steps make them.
+__device__ __forceinline__ void wait_for_last(std::uint32_t first_barrier, int stages,
+                                              int num_steps) {
+  for (int stage = 0; stage < stages && stage < num_steps; ++stage) {
+    ptx::mbarrier_wait(first_barrier + 8 * stage,
+                       static_cast<std::uint32_t>((num_steps - 1 - stage) / stages) & 1U);
+  }
+}
+
 // A position in a ring of stages and the parity of its current round.
 template <int kStages>
 class Ring {

@@ -163,7 +163,6 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
   const int first_head = (unit - batch * heads_kv) * group;
   const auto q_rows = static_cast<int>(p.sequences.rows_q);
   const bool clear = p.pipeline.reused(unit, p.num_units);
-  const bool wide = p.dq.dtype != DType::kF32 && has_aligned_rows(p.dq) && C.head_dim == p.head_dim;
   float* const unit_sums = p.dq_accumulator + std::int64_t{unit % p.pipeline.slots} *
                                                   (group * head_blocks) * (kBlockM * C.head_dim);
   const int items = 4 * kPieces * group * head_blocks;
@@ -186,7 +185,7 @@ __device__ __forceinline__ void finish_unit(const BwdParams& p, int unit, int wa
       }
     }
   };
-  if (!wide) {
+  if (!has_aligned_rows(p.dq)) {
 #pragma unroll 1
     for (int i = warp; i < items; i += warps) {
       place(i, [&](int row, int head, int column) {

@@ -57,6 +57,11 @@ struct alignas(16) KeyTile {
   int head_loaded;  // of k and v: head_kv, unless that is a part of one (bwd_plan.hpp)
 };
 
+// Whether a tile of an ordered kernel adds to some blocks last; then also to that of its last step.
+FG_HOST_DEVICE inline bool finishes_dq(const KeyTile& tile) {
+  return tile.finish_begin[0] < tile.finish_end[0] || tile.finish_begin[1] < tile.finish_end[1];
+}
+
 constexpr std::int64_t clamp_to(std::int64_t x, std::int64_t low, std::int64_t high) {
   return x < low ? low : x > high ? high : x;
 }

@@ -57,6 +57,17 @@ FG_HOST_DEVICE constexpr std::uint32_t units_that_fill(std::uint32_t slots, std:
   return (slots * 3 / 2 + of_unit - 1) / of_unit;
 }
 
+// Units of which as many tiles start together as run at a time, where all take as long, or
+// `otherwise` if the last section would have fewer: a round of few units leaves most of the device
+// to the next one, which waits for it. H200, d128, ordered, full, TFLOP/s: 4k, 64 units in sections
+// of 13, 9 and 8: 619, 596 and 625; 8k, 10 units in one of 10 and in those of 4: 650 and 560.
+FG_HOST_DEVICE constexpr std::uint32_t units_at_a_time(std::uint32_t num_units, std::uint32_t slots,
+                                                       std::uint32_t tiles,
+                                                       std::uint32_t otherwise) {
+  const std::uint32_t units = tiles > 0 && slots > tiles ? slots / tiles : 1;
+  return num_units % units == 0 ? units : otherwise;
+}
+
 // Of `met` keys that the forward's tiles of a head meet, those in use at a time. Under a band it is
 // about twice what one tile meets, of which neighbours meet most as well. H200, d128, window 1024,
 // 16k: 491 -> 497 TFLOP/s; the backward's sections count all rows, since with half of them it fell
@@ -78,6 +89,9 @@ constexpr std::int64_t fwd_l2_share(std::int64_t l2_bytes) { return l2_bytes / 2
 // ordered kernels: in rounds of `round` neighbours, number j of a round at the top of segment j. So
 // no two add to a block at the same time, and each follows its predecessor at a distance of one
 // segment. Depends on the sequence's own lengths and the device (max_round) alone.
+//
+// Short sequences do not rotate: their few clusters follow each other, and each waits for the one
+// before at its first block only. H200, d128, full 1k: 452 -> 458 TFLOP/s.
 struct Rotation {
   std::int64_t segment;  // query blocks, a power of two
   std::int64_t round;    // clusters, as many as segments
@@ -85,6 +99,9 @@ struct Rotation {
 
 FG_HOST_DEVICE constexpr Rotation rotation(std::int64_t num_m_blocks, std::int64_t num_clusters,
                                            std::int64_t max_round) {
+  if (num_m_blocks <= 16 && num_clusters <= 4) {
+    return {16, 1};
+  }
   const std::int64_t most = num_clusters < max_round ? num_clusters : max_round;
   const std::int64_t limit = most > 1 ? most : 1;
   Rotation r{8, num_m_blocks > 8 ? (num_m_blocks + 7) / 8 : 1};
