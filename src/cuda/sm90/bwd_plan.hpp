@@ -160,7 +160,8 @@ inline double steps_in_parts(const Problem& p, std::int64_t parts, int num_multi
 // Into how many parts the query heads of each key head are divided. A tile walks all query heads of
 // its part, so with few tiles the longest, or the last ones, take long while most of the device has
 // nothing to do. A deterministic call adds dk and dv in the order of its parts: their number
-// depends on the heads alone, and is modest, since it costs up to 9 % where there are tiles enough.
+// depends on the heads alone, and is modest, since it costs up to 10 % where there are tiles
+// enough.
 inline std::int64_t head_parts(const Problem& p, int num_multiprocessors) {
   if (p.group() == 1 || find_variant(p, p.deterministic) < 0 || !(p.wants_dk || p.wants_dv)) {
     return 1;
