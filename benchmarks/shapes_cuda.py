@@ -226,9 +226,11 @@ def measure(shape, library, against, flush):
             for contender in (ours, peer)
         ]
     if peer is not None:
+        pairs = list(zip(ours.results, peer.results, strict=True))
+        if shape.keys == 1:  # dq and dk are 0 but for roundings
+            pairs = [pairs[0], pairs[3]]
         record["difference"] = max(
-            contenders.relative_error(x.float(), y.float().reshape(x.shape))
-            for x, y in zip(ours.results, peer.results, strict=True)
+            contenders.relative_error(x.float(), y.float().reshape(x.shape)) for x, y in pairs
         )
     return record
 

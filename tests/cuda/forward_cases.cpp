@@ -389,7 +389,9 @@ std::vector<Case> short_cases() {
        .mask = causal},
   };
   for (Case& c : list) {
-    c.unwritten_workspace = true;
+    // initcheck does not see what the copy engine stores, as most kernels do into a copy of out.
+    const bool copies_out = c.odd_strides || c.narrower != 0;
+    c.unwritten_workspace = !copies_out;
   }
   return list;
 }

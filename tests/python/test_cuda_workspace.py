@@ -49,7 +49,7 @@ def test_calls_share_one_workspace_which_grows(kept):
 
 def test_a_large_workspace_is_not_kept(kept, monkeypatch):
     monkeypatch.setattr(_plans, "_KEPT_BYTES_CUDA", 0)
-    inputs = qkv(100)
+    inputs = qkv(1000)
     want = run(inputs)
     assert same(run(inputs), want) and not any(kept.values())
 
