@@ -97,6 +97,8 @@ def all_shapes():
     for batch, length in ((16, 1000), (10, 1500), (5, 3000), (3, 5000)):
         for causal in (False, True):
             yield _same(batch, length, 16, 16, 128, causal=causal)
+    for heads_q, heads_kv, head_dim in ((32, 8, 64), (16, 4, 96), (12, 12, 128)):
+        yield _same(3, 1500, heads_q, heads_kv, head_dim, causal=True)
     yield Shape(4, 128, 16384, 16, 16, 128)
     yield Shape(4, 16384, 128, 16, 16, 128)
     yield Shape(2, 1, 16384, 16, 4, 128)
