@@ -86,6 +86,7 @@ const Expected kExpected[] = {Expected{"2026-11-29-zen5-bench-quiet.json", 14, 1
                               Expected{"2026-11-30-h200-peers-262c01a.json", 128, 128, 0.05},
                               Expected{"2026-11-30-h200-peers-005bb10.json", 128, 128, 0.05},
                               Expected{"2026-11-30-h200-peers-3fcbf5c.json", 128, 128, 0.05},
+                              Expected{"2026-11-30-h200-peers-d830539.json", 128, 128, 0.05},
                               Expected{"2026-11-30-h200-d64.json", 18, 18, 0.05},
                               Expected{"sm90_bench_2026-11-29.json", 12, 12, 0.04},
                               Expected{"sm90_forward_2026-11-29.json", 28, 26, 0.065},
