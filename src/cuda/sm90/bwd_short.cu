@@ -67,7 +67,8 @@ Status launch_bwd_short(const Problem& p, const Args& args, float* dsink_partial
   params.tensors[kV] = args.v;
   params.tensors[kQ] = args.q;
   params.tensors[kDout] = args.dout;
-  params.tensors[kOut] = args.out;
+  // Only delta, out * dout, needs it: without dout nobody looks at what it holds.
+  params.tensors[kOut] = p.has_dout ? args.out : Tensor{};
   params.tensors[kDk] = p.wants_dk ? args.dk : Tensor{};
   params.tensors[kDv] = p.wants_dv ? args.dv : Tensor{};
   params.tensors[kDq] = p.wants_dq ? args.dq : Tensor{};
