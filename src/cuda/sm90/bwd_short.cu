@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implements bwd_short.hpp.
+// Implements bwd_short.hpp: the kernel, whose work is in bwd_short.cuh, and its launch.
 #include <algorithm>
 
 #include "cuda/common/launch.hpp"
@@ -8,6 +8,66 @@
 #include "cuda/sm90/bwd_short.hpp"
 
 namespace flashgrad::sm90 {
+
+// Zeros for the gradients of a span's rows from `row` and `key` on, of the heads of one key head
+// or, head_kv = -1, of all.
+__device__ __forceinline__ void clear_span(const BwdShortParams& p, const SequenceSpan& s,
+                                           std::int64_t row, std::int64_t key, std::int64_t head_kv,
+                                           std::int64_t warp, std::int64_t num_warps) {
+  const std::int64_t first = head_kv < 0 ? 0 : head_kv;
+  const std::int64_t last = head_kv < 0 ? p.heads_kv : head_kv + 1;
+  clear_short_rows(p.tensors[kDq], s.batch_index, s.q.begin + row, s.q.end, first * p.group,
+                   last * p.group, p.head_dim, warp, num_warps);
+  clear_short_rows(p.tensors[kDk], s.batch_index, s.kv.begin + key, s.kv.end, first, last,
+                   p.head_dim, warp, num_warps);
+  clear_short_rows(p.tensors[kDv], s.batch_index, s.kv.begin + key, s.kv.end, first, last,
+                   p.head_dim_v, warp, num_warps);
+}
+
+// One CTA per key head of a sequence, and of a packed batch kOutsideCtas more.
+template <class T, int kHeadDim, int kKeys>
+__global__ void __launch_bounds__(BwdShortShape<kHeadDim, kKeys>::kThreads,
+                                  BwdShortShape<kHeadDim, kKeys>::kResident)
+    bwd_short(const __grid_constant__ BwdShortParams p) {
+  using Shape = BwdShortShape<kHeadDim, kKeys>;
+  extern __shared__ __align__(16) std::uint8_t shared[];
+  const auto warp = static_cast<int>(threadIdx.x) / 32;
+  const auto heads_kv = static_cast<std::uint32_t>(p.heads_kv);
+  const std::int64_t number = blockIdx.x / heads_kv;
+  const auto head_kv = static_cast<int>(blockIdx.x % heads_kv);
+  if (number >= p.sequences.batch) {
+    const std::int64_t cta = blockIdx.x - p.sequences.batch * p.heads_kv;
+#pragma unroll 1
+    for (std::int64_t span = 0; span <= p.sequences.batch + 1; span += p.sequences.batch + 1) {
+      clear_span(p, sequence_span(p.sequences, span), 0, 0, -1, cta * Shape::kWarps + warp,
+                 kOutsideCtas * Shape::kWarps);
+    }
+    return;
+  }
+  auto& sequence = *reinterpret_cast<ShortSequence*>(shared + Shape::kSequenceAt);
+  const std::int64_t span = number + (p.sequences.packed() ? 1 : 0);
+  if (warp < 2) {
+    find_sequence<kKeys>(p, sequence_span(p.sequences, span), head_kv, &sequence);
+  }
+  __syncthreads();
+  if (!sequence.served) {
+    return;
+  }
+  BwdShort<T, Shape> cta{
+      {.p = p,
+       .sequence = sequence,
+       .first_head = head_kv * p.group,
+       .shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)),
+       .rows = reinterpret_cast<ShortRowStatistics<Shape::kQueries>*>(shared + Shape::kRowsAt)},
+      {},
+      {}};
+  cta.run(number);
+  const int done = (sequence.rows + Shape::kQueries - 1) / Shape::kQueries * Shape::kQueries;
+  if (done < sequence.all_rows || kKeys < sequence.all_keys) {
+    clear_span(p, sequence_span(p.sequences, span), done, kKeys, head_kv, warp, Shape::kWarps);
+  }
+}
+
 namespace {
 
 // Whether the columns of a tensor can be read, or of a gradient written, 16 bytes at a time.

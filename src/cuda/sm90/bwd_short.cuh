@@ -75,7 +75,6 @@ struct BwdShort : ShortCta<Shape> {
   using Base::columns_of;
   using Base::first_head;
   using Base::k_steps;
-  using Base::load_tiles;
   using Base::p;
   using Base::part;
   using Base::q_steps;
@@ -83,7 +82,6 @@ struct BwdShort : ShortCta<Shape> {
   using Base::sequence;
   using Base::shared;
   using Base::square_at;
-  using Base::store_tile;
   using Base::tile_at;
   using Tile = typename Shape::Tile;
   using Square = typename Shape::Square;
@@ -316,8 +314,8 @@ struct BwdShort : ShortCta<Shape> {
 
   __device__ __forceinline__ void load_block(int head, int block) const {
     const auto in_block = [block](int row) { return min(max(row - block, 0), Shape::kQueries); };
-    load_tiles<kQ, kOut, Shape::kQueries>(Shape::kQAt, head, block, in_block(sequence.live_begin),
-                                          in_block(sequence.live_end));
+    this->template load_tiles<kQ, kOut, Shape::kQueries>(
+        Shape::kQAt, head, block, in_block(sequence.live_begin), in_block(sequence.live_end));
   }
 
   // A block of the rows of a query head; returns the thread's part of (6).
@@ -414,7 +412,7 @@ struct BwdShort : ShortCta<Shape> {
       make_dq(head, block, exactly);
     }
     __syncthreads();
-    store_tile<Shape::kQueries>(kDq, Shape::kDqAt, head, block, dq_rows(block));
+    this->template store_tile<Shape::kQueries>(kDq, Shape::kDqAt, head, block, dq_rows(block));
     return dsink;
   }
 
@@ -460,7 +458,8 @@ struct BwdShort : ShortCta<Shape> {
   // `number`: of the sequence.
   __device__ __forceinline__ void run(std::int64_t number) {
     if (sequence.keys_end > sequence.keys_begin) {
-      load_tiles<kK, kV, Shape::kKeys>(0, 0, 0, sequence.keys_begin, sequence.keys_end);
+      this->template load_tiles<kK, kV, Shape::kKeys>(0, 0, 0, sequence.keys_begin,
+                                                      sequence.keys_end);
     }
 #pragma unroll 1
     for (int head = 0; head < p.group; ++head) {
@@ -480,68 +479,9 @@ struct BwdShort : ShortCta<Shape> {
     stage_key_gradient(kDv, dv, 1.0F, Shape::kVAt);
     __syncthreads();
     const int count = min(sequence.all_keys, Shape::kKeys);
-    store_tile<Shape::kKeys>(kDk, 0, 0, 0, count);
-    store_tile<Shape::kKeys>(kDv, Shape::kVAt, 0, 0, count);
+    this->template store_tile<Shape::kKeys>(kDk, 0, 0, 0, count);
+    this->template store_tile<Shape::kKeys>(kDv, Shape::kVAt, 0, 0, count);
   }
 };
-
-// Zeros for the gradients of a span's rows from `row` and `key` on, of the heads of one key head
-// or, head_kv = -1, of all.
-__device__ __forceinline__ void clear_span(const BwdShortParams& p, const SequenceSpan& s,
-                                           std::int64_t row, std::int64_t key, std::int64_t head_kv,
-                                           std::int64_t warp, std::int64_t num_warps) {
-  const std::int64_t first = head_kv < 0 ? 0 : head_kv;
-  const std::int64_t last = head_kv < 0 ? p.heads_kv : head_kv + 1;
-  clear_short_rows(p.tensors[kDq], s.batch_index, s.q.begin + row, s.q.end, first * p.group,
-                   last * p.group, p.head_dim, warp, num_warps);
-  clear_short_rows(p.tensors[kDk], s.batch_index, s.kv.begin + key, s.kv.end, first, last,
-                   p.head_dim, warp, num_warps);
-  clear_short_rows(p.tensors[kDv], s.batch_index, s.kv.begin + key, s.kv.end, first, last,
-                   p.head_dim_v, warp, num_warps);
-}
-
-// One CTA per key head of a sequence, and of a packed batch kOutsideCtas more.
-template <class T, int kHeadDim, int kKeys>
-__global__ void __launch_bounds__(BwdShortShape<kHeadDim, kKeys>::kThreads,
-                                  BwdShortShape<kHeadDim, kKeys>::kResident)
-    bwd_short(const __grid_constant__ BwdShortParams p) {
-  using Shape = BwdShortShape<kHeadDim, kKeys>;
-  extern __shared__ __align__(16) std::uint8_t shared[];
-  const auto warp = static_cast<int>(threadIdx.x) / 32;
-  const auto heads_kv = static_cast<std::uint32_t>(p.heads_kv);
-  const std::int64_t number = blockIdx.x / heads_kv;
-  const auto head_kv = static_cast<int>(blockIdx.x % heads_kv);
-  if (number >= p.sequences.batch) {
-    const std::int64_t cta = blockIdx.x - p.sequences.batch * p.heads_kv;
-#pragma unroll 1
-    for (std::int64_t span = 0; span <= p.sequences.batch + 1; span += p.sequences.batch + 1) {
-      clear_span(p, sequence_span(p.sequences, span), 0, 0, -1, cta * Shape::kWarps + warp,
-                 kOutsideCtas * Shape::kWarps);
-    }
-    return;
-  }
-  auto& sequence = *reinterpret_cast<ShortSequence*>(shared + Shape::kSequenceAt);
-  const std::int64_t span = number + (p.sequences.packed() ? 1 : 0);
-  if (warp < 2) {
-    find_sequence<kKeys>(p, sequence_span(p.sequences, span), head_kv, &sequence);
-  }
-  __syncthreads();
-  if (!sequence.served) {
-    return;
-  }
-  BwdShort<T, Shape> cta{
-      {.p = p,
-       .sequence = sequence,
-       .first_head = head_kv * p.group,
-       .shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)),
-       .rows = reinterpret_cast<ShortRowStatistics<Shape::kQueries>*>(shared + Shape::kRowsAt)},
-      {},
-      {}};
-  cta.run(number);
-  const int done = (sequence.rows + Shape::kQueries - 1) / Shape::kQueries * Shape::kQueries;
-  if (done < sequence.all_rows || kKeys < sequence.all_keys) {
-    clear_span(p, sequence_span(p.sequences, span), done, kKeys, head_kv, warp, Shape::kWarps);
-  }
-}
 
 }  // namespace flashgrad::sm90
