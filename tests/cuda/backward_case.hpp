@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/problem.hpp"
@@ -32,6 +33,23 @@ inline const BandMask kCausal{kUnbounded, 0, Alignment::kBottomRight};
 
 Problem problem(DType dtype, std::int64_t batch, std::int64_t sq, std::int64_t skv, std::int64_t hq,
                 std::int64_t hkv, std::int64_t d, std::int64_t dv);
+
+// Cases under construction: what add() returns is completed by who calls it.
+class CaseTable {
+ public:
+  Case& add(const char* name, const Problem& p, const BandMask& mask) {
+    Case c{};
+    c.name = name;
+    c.p = p;
+    c.p.mask = mask;
+    list_.push_back(std::move(c));
+    return list_.back();
+  }
+  std::vector<Case> take() { return std::move(list_); }
+
+ private:
+  std::vector<Case> list_;
+};
 
 std::vector<Case> cases();
 std::vector<Case> short_cases();

@@ -6,32 +6,11 @@
 #include "backward_case.hpp"
 
 namespace flashgrad {
-namespace {
-
-class ShortTable {
- public:
-  Case& add(const char* name, const Problem& p, const BandMask& mask) {
-    Case c{};
-    c.name = name;
-    c.p = p;
-    c.p.mask = mask;
-    c.unwritten_workspace = true;
-    c.num_repeats = 1;
-    list_.push_back(std::move(c));
-    return list_.back();
-  }
-  std::vector<Case> take() { return std::move(list_); }
-
- private:
-  std::vector<Case> list_;
-};
-
-}  // namespace
 
 std::vector<Case> short_cases() {
   const BandMask window{60, 20, Alignment::kBottomRight};
   constexpr DType kB = DType::kBF16;
-  ShortTable table;
+  CaseTable table;
   for (const auto& [d, dv] : {std::pair{64, 64}, std::pair{96, 96}, std::pair{128, 128},
                               std::pair{192, 128}, std::pair{192, 192}, std::pair{256, 256}}) {
     const Problem small = problem(kB, 1, 300, 200, 2, 1, d, dv);
@@ -106,7 +85,12 @@ std::vector<Case> short_cases() {
   for (const auto& [d, dv] : {std::pair{128, 128}, std::pair{192, 128}}) {
     table.add("f16 causal", problem(DType::kF16, 1, 200, 300, 2, 1, d, dv), kCausal);
   }
-  return table.take();
+  std::vector<Case> list = table.take();
+  for (Case& c : list) {
+    c.unwritten_workspace = true;
+    c.num_repeats = 1;
+  }
+  return list;
 }
 
 }  // namespace flashgrad

@@ -8,24 +8,8 @@
 namespace flashgrad {
 namespace {
 
-class Table {
- public:
-  Case& add(const char* name, const Problem& p, const BandMask& mask) {
-    Case c{};
-    c.name = name;
-    c.p = p;
-    c.p.mask = mask;
-    list_.push_back(std::move(c));
-    return list_.back();
-  }
-  std::vector<Case> take() { return std::move(list_); }
-
- private:
-  std::vector<Case> list_;
-};
-
 // What may differ beside lengths and widths.
-void add_features(Table& table, std::int64_t d, std::int64_t dv, std::int64_t n) {
+void add_features(CaseTable& table, std::int64_t d, std::int64_t dv, std::int64_t n) {
   const BandMask causal_top{kUnbounded, 0, Alignment::kTopLeft};
   const BandMask window{10, 3, Alignment::kBottomRight};
   constexpr DType kB = DType::kBF16;
@@ -98,7 +82,7 @@ void add_features(Table& table, std::int64_t d, std::int64_t dv, std::int64_t n)
 
 std::vector<Case> short_sequence_cases() {
   constexpr DType kB = DType::kBF16;
-  Table table;
+  CaseTable table;
   for (const auto& [d, dv] : {std::pair{64, 64}, std::pair{128, 128}}) {
     for (const std::int64_t n : {1, 8, 16, 17, 32, 33, 49, 64, 65, 100, 128}) {
       const Problem p = problem(kB, 3, n, n, 4, 2, d, dv);

@@ -77,6 +77,12 @@ TEST(HeadParts, DivideGroupsOnlyWhereTilesAreFew) {
   Problem wide = problem(1, 8192, 8, 1);
   wide.head_dim = 256;
   EXPECT_EQ(parts(wide), 1);
+  // 2^32 rows of key heads, which the sum of the parts does not count.
+  Problem many = problem(8, std::int64_t{1} << 29, 8, 1);
+  many.deterministic = true;
+  EXPECT_EQ(parts(many), 1);
+  many.batch = 7;
+  EXPECT_GT(parts(many), 1);
   for (const std::int64_t group : {2, 3, 8, 12, 71}) {
     for (const std::int64_t seqlen : {1, 128, 1000, 8192, 100000}) {
       for (const bool deterministic : {false, true}) {

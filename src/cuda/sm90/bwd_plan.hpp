@@ -163,7 +163,10 @@ inline double steps_in_parts(const Problem& p, std::int64_t parts, int num_multi
 // depends on the heads alone, and is modest, since it costs up to 10 % where there are tiles
 // enough.
 inline std::int64_t head_parts(const Problem& p, int num_multiprocessors) {
-  if (p.group() == 1 || find_variant(p, p.deterministic) < 0 || !(p.wants_dk || p.wants_dv)) {
+  // bwd_sum.cu counts rows of heads in 32 bits.
+  const bool countable = num_units(p) * p.seqlen_kv <= std::int64_t{UINT32_MAX};
+  if (p.group() == 1 || find_variant(p, p.deterministic) < 0 || !(p.wants_dk || p.wants_dv) ||
+      !countable) {
     return 1;
   }
   const std::int64_t most = std::clamp<std::int64_t>(p.heads_q / 4, 4, 8) / p.heads_kv;

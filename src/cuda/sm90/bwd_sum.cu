@@ -74,8 +74,8 @@ __device__ __forceinline__ void sum_gradient(const BwdSumParams& p, const BwdSum
   }
 }
 
-// 16 threads for a row of a head: first those of dk, then those of dv. 32 bits count them, since
-// 2^32 would have more parts than there is memory.
+// 16 threads for a row of a head: first those of dk, then those of dv. 32 bits count the rows
+// (head_parts in bwd_plan.hpp).
 template <class T>
 __global__ __launch_bounds__(kThreads) void bwd_sum(const __grid_constant__ BwdSumParams p) {
   const auto total = static_cast<std::uint32_t>(p.num_rows) * p.heads;

@@ -167,7 +167,6 @@ Status launch_forward(const Problem& p, const Args& args) {
   const std::uintptr_t start =
       (reinterpret_cast<std::uintptr_t>(args.workspace) + kAlignment - 1) / kAlignment * kAlignment;
 
-  // The order of a packed batch's tiles is made on the device, where alone their number is known.
   // The tiles of a packed batch are listed on the device, where alone their number is known.
   const int block_m = p.packed
                           ? config.block_m()
