@@ -316,6 +316,33 @@ void Expected::Impl::check_finite(const Args& produced, Output output, OutputRes
   }
 }
 
+namespace {
+
+// What a tensor core may lose of a row's dsink: of each product of delta what lies below 2^-25 of
+// the largest, whose size it takes from the exponents of its factors. That of a denormal number is
+// the least that the dtype has.
+double cut_of_dsink(const Head& head, std::int64_t i) {
+  reference::Row<double> dout;
+  const auto state = reference::load_row_state<double>(head, i, dout);
+  const Args& a = head.args;
+  const std::int64_t columns = head.problem.head_dim_v;
+  if (state.empty || !a.dout || head.sees_nothing(i)) {
+    return 0;
+  }
+  reference::Row<double> out;
+  reference::load_row(a.out, head.q(a.out, i), columns, out);
+  const double least = head.problem.dtype == DType::kF16 ? 0x1p-14 : 0x1p-126;
+  double largest = 0;
+  for (std::size_t c = 0; c < static_cast<std::size_t>(columns); ++c) {
+    const auto size = [least](double x) { return x == 0 ? 0 : std::max(std::abs(x), least); };
+    largest = std::max(largest, size(dout[c]) * size(out[c]));
+  }
+  const double p = std::exp(std::min(head.sink() - state.lse, 0.0));
+  return p * std::sqrt(static_cast<double>(columns)) * 0x1p-25 * largest;
+}
+
+}  // namespace
+
 // dsinks are a sum over rows of what out and lse, the backward's inputs, say; the oracle takes
 // those that it is given, so that only the arithmetic of the sum is judged here, to f32's accuracy.
 OutputResult Expected::Impl::compare_dsinks(const Args& produced) const {
@@ -325,6 +352,7 @@ OutputResult Expected::Impl::compare_dsinks(const Args& produced) const {
   const auto heads = static_cast<std::size_t>(problem.heads_q);
   std::vector<double> exact(heads);
   std::vector<double> naive(heads);
+  std::vector<double> cut(heads);
 #pragma omp parallel for num_threads(threads())
   for (std::size_t h = 0; h < heads; ++h) {
     for (std::int64_t b = 0; b < problem.batch; ++b) {
@@ -332,18 +360,25 @@ OutputResult Expected::Impl::compare_dsinks(const Args& produced) const {
                       static_cast<std::int64_t>(h)};
       exact[h] += reference::backward_sink(Exact(problem), head);
       naive[h] += reference::backward_sink(NaiveFormula(problem, DType::kF32), head);
+      for (std::int64_t i = 0; i < head.sequence.band.seqlen_q; ++i) {
+        const double row = is_16_bit(problem.dtype) ? cut_of_dsink(head, i) : 0;
+        cut[h] += row * row;
+      }
     }
   }
   double naive_max = 0;
   double magnitude_max = 0;
+  double cut_max = 0;
   for (std::size_t h = 0; h < heads; ++h) {
     if (std::isfinite(exact[h])) {
+      cut_max = std::max(cut_max, std::sqrt(cut[h]));
       magnitude_max = std::max(magnitude_max, std::abs(exact[h]));
       naive_max = std::max(naive_max, std::abs(naive[h] - exact[h]));
     }
   }
-  result.bound =
-      dtype == DType::kF64 ? 1e-12 * magnitude_max : 2 * naive_max + 1e-5 * magnitude_max;
+  result.bound = dtype == DType::kF64
+                     ? 1e-12 * magnitude_max
+                     : 2 * naive_max + 1e-5 * magnitude_max + kRoundingErrors * cut_max;
   for (std::size_t h = 0; h < heads; ++h) {
     const double x = load_f64(produced.dsinks, dtype, static_cast<std::int64_t>(h));
     const double error = difference(x, exact[h], dtype);

@@ -361,6 +361,22 @@ TEST(Judge, RoundingsOfTheArithmetic) {
   }
 }
 
+// Sinks that outweigh all keys leave an out of denormal f16 numbers, of whose products with dout a
+// tensor core drops bits; bf16 has no such numbers there.
+TEST(Judge, DsinksOfADenormalOut) {
+  for (const DType dtype : {DType::kF16, DType::kBF16}) {
+    Case c = parse_shape("hq=1,sq=15,sk=64,d=111,sinks=18");
+    c.dtype = dtype;
+    CallTensors t = after(c, "reference");
+    EXPECT_EQ(refused(t, c, false), "");
+    const double dsink = t.dsinks.get(0);
+    t.dsinks.set(0, dsink * (1 + 2e-5));
+    EXPECT_EQ(refused(t, c, false), dtype == DType::kF16 ? "" : "dsinks ");
+    t.dsinks.set(0, dsink * (1 + 1e-4));
+    EXPECT_EQ(refused(t, c, false), "dsinks ");
+  }
+}
+
 // Where one key outweighs all others ds is all rounding of delta and lse, which are f32: its
 // direction says nothing.
 TEST(Judge, DirectionOfWhatRoundingLeaves) {
