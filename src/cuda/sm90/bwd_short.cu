@@ -98,13 +98,13 @@ Status launch_kernel(const BwdShortParams& params, void* stream) {
 
 template <class T>
 Status launch_size(const ShortSize& size, const BwdShortParams& params, void* stream) {
-  if (size.head_dim == 64) {
-    return size.keys == 32   ? launch_kernel<T, 64, 32>(params, stream)
-           : size.keys == 64 ? launch_kernel<T, 64, 64>(params, stream)
-                             : launch_kernel<T, 64, 128>(params, stream);
+#define FG_BWD_SHORT_VARIANT(...)                         \
+  if (size == ShortSize{__VA_ARGS__}) {                   \
+    return launch_kernel<T, __VA_ARGS__>(params, stream); \
   }
-  return size.keys == 32 ? launch_kernel<T, 128, 32>(params, stream)
-                         : launch_kernel<T, 128, 64>(params, stream);
+#include "cuda/sm90/bwd_short_variants.def"
+#undef FG_BWD_SHORT_VARIANT
+  return {FG_INTERNAL_ERROR, "sm90 backward, short: no such variant"};
 }
 
 }  // namespace

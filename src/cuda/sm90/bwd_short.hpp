@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "core/problem.hpp"
 #include "core/status.hpp"
@@ -17,6 +18,12 @@ struct ShortSize {
   int keys = 0;
 
   bool operator==(const ShortSize&) const = default;
+};
+
+inline constexpr ShortSize kShortSizes[] = {
+#define FG_BWD_SHORT_VARIANT(...) ShortSize{__VA_ARGS__},
+#include "cuda/sm90/bwd_short_variants.def"
+#undef FG_BWD_SHORT_VARIANT
 };
 
 // The longest short sequence. It follows from nothing but the sequence, since bits must not depend
@@ -48,12 +55,11 @@ inline bool serves_short_among_others(const Problem& p) {
 
 // The narrowest tiles that hold a problem's short sequences.
 inline ShortSize short_size(const Problem& p) {
-  const std::int64_t keys = p.packed ? std::min(p.seqlen_kv, p.max_seqlen_kv) : p.seqlen_kv;
-  ShortSize size{std::max(p.head_dim, p.head_dim_v) <= 64 ? 64 : 128, 32};
-  while (size.keys < std::min<std::int64_t>(keys, short_keys(p))) {
-    size.keys *= 2;
-  }
-  return size;
+  const std::int64_t longest = p.packed ? std::min(p.seqlen_kv, p.max_seqlen_kv) : p.seqlen_kv;
+  const std::int64_t keys = std::min<std::int64_t>(longest, short_keys(p));
+  return *std::find_if(std::begin(kShortSizes), std::end(kShortSizes), [&](const ShortSize& size) {
+    return size.head_dim >= std::max(p.head_dim, p.head_dim_v) && size.keys >= keys;
+  });
 }
 
 // `dsink_partial`: (heads_q, batch), written if not null.
