@@ -238,11 +238,13 @@ FG_API fg_status fg_forward(const fg_tensors* tensors, const fg_options* options
 FG_API fg_status fg_backward(const fg_tensors* tensors, const fg_options* options, void* workspace,
                              size_t workspace_bytes, void* stream);
 
-/// Answers how much workspace a call needs. Reads shapes, strides, dtypes and devices, never data
-/// pointers, so it works for traced tensors. Both sizes are linear in the sequence length.
+/// Answers how much workspace a call needs. Reads shapes, strides, dtypes and devices, never data,
+/// so it works for traced tensors. Both sizes are linear in the sequence length. On a GPU a call
+/// copies 16-bit tensors that do not begin at a multiple of 16 bytes if there is room, and
+/// `preferred` has that room where the data pointers given here say so; null begins at one.
 ///
 /// @param pass      The call that is meant.
-/// @param tensors   As for that call; the data pointers may be anything.
+/// @param tensors   As for that call; the data pointers may be null.
 /// @param options   As for that call.
 /// @param[out] minimum   With less, the call is refused. May be null.
 /// @param[out] preferred More than this brings nothing. May be null.

@@ -290,14 +290,14 @@ class Validator {
     } else {
       p_.dq_dtype = p_.dk_dtype = p_.dv_dtype = p_.dtype;
     }
-    p_.unaligned_q = is_unaligned(a_.q);
-    p_.unaligned_k = is_unaligned(a_.k);
-    p_.unaligned_v = is_unaligned(a_.v);
-    p_.unaligned_out = is_unaligned(a_.out);
-    p_.unaligned_dout = p_.has_dout && is_unaligned(a_.dout);
-    p_.unaligned_dq = p_.wants_dq && is_unaligned(a_.dq);
-    p_.unaligned_dk = p_.wants_dk && is_unaligned(a_.dk);
-    p_.unaligned_dv = p_.wants_dv && is_unaligned(a_.dv);
+    p_.unaligned_q = is_unaligned(a_.q, t.q);
+    p_.unaligned_k = is_unaligned(a_.k, t.k);
+    p_.unaligned_v = is_unaligned(a_.v, t.v);
+    p_.unaligned_out = is_unaligned(a_.out, t.out);
+    p_.unaligned_dout = p_.has_dout && is_unaligned(a_.dout, t.dout);
+    p_.unaligned_dq = p_.wants_dq && is_unaligned(a_.dq, t.dq);
+    p_.unaligned_dk = p_.wants_dk && is_unaligned(a_.dk, t.dk);
+    p_.unaligned_dv = p_.wants_dv && is_unaligned(a_.dv, t.dv);
     FG_RETURN_IF_ERROR(take_integers(t.cu_seqlens_q, "cu_seqlens_q", "(batch + 1)", p_.batch + 1,
                                      &a_.cu_seqlens_q, &p_.packed));
     FG_RETURN_IF_ERROR(take_integers(t.cu_seqlens_kv, "cu_seqlens_kv", "(batch + 1)", p_.batch + 1,
@@ -331,13 +331,15 @@ class Validator {
     return {};
   }
 
-  static bool is_unaligned(const Tensor& t) {
+  // `given`: what t was made of.
+  static bool is_unaligned(const Tensor& t, const DLTensor* given) {
+    const auto address = reinterpret_cast<std::uintptr_t>(given->data) + given->byte_offset;
     const std::int64_t elements = 16 / size_bytes(t.dtype);
     const auto starts_anywhere = [elements](std::int64_t stride) {
       return stride < 0 || stride % elements != 0;
     };
-    return t.dim_stride != 1 || starts_anywhere(t.batch_stride) || starts_anywhere(t.row_stride) ||
-           starts_anywhere(t.head_stride);
+    return address % 16 != 0 || t.dim_stride != 1 || starts_anywhere(t.batch_stride) ||
+           starts_anywhere(t.row_stride) || starts_anywhere(t.head_stride);
   }
 
   Status take_lse(const DLTensor* t, Want want, Tensor* tensor) {

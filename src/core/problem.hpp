@@ -42,8 +42,8 @@ struct Problem {
   std::int64_t max_seqlen_q = 0;
   std::int64_t max_seqlen_kv = 0;
   bool packed = false;
-  // By their strides, vectors of columns that do not all start at multiples of 16 bytes, or have
-  // gaps between their elements: a GPU's copy engine can't address these tensors.
+  // By their strides and their address, vectors of columns that do not all start at multiples of 16
+  // bytes, or have gaps between their elements: a GPU's copy engine can't address these tensors.
   bool unaligned_q = false;
   bool unaligned_k = false;
   bool unaligned_v = false;

@@ -24,6 +24,9 @@ std::size_t compact_elements(const Layout& layout) {
 
 std::int64_t entries(const Problem& p) { return p.packed ? 1 : p.batch; }
 
+// Of tensor number `n`, as Case::first says.
+int first(const Case& c, int n) { return c.first > 0 ? c.first + n : 0; }
+
 Tensor tensor_if(bool wanted, const Layout& layout, void* data, DType dtype) {
   return wanted ? layout.tensor(data, dtype) : Tensor{};
 }
@@ -34,10 +37,14 @@ BackwardCall::BackwardCall(const Case& c, const HostLines& lines)
     : case_(c),
       lines_(lines),
       p_(c.p),
-      q_layout_{entries(p_), p_.seqlen_q, p_.heads_q, p_.head_dim, c.head_pad, c.row_pad},
-      out_layout_{entries(p_), p_.seqlen_q, p_.heads_q, p_.head_dim_v, c.head_pad, c.row_pad},
-      k_layout_{entries(p_), p_.seqlen_kv, p_.heads_kv, p_.head_dim, c.head_pad, c.row_pad},
-      v_layout_{entries(p_), p_.seqlen_kv, p_.heads_kv, p_.head_dim_v, c.head_pad, c.row_pad},
+      q_layout_{entries(p_), p_.seqlen_q, p_.heads_q, p_.head_dim,
+                c.head_pad,  c.row_pad,   first(c, 0)},
+      out_layout_{entries(p_), p_.seqlen_q, p_.heads_q, p_.head_dim_v,
+                  c.head_pad,  c.row_pad,   first(c, 3)},
+      k_layout_{entries(p_), p_.seqlen_kv, p_.heads_kv, p_.head_dim,
+                c.head_pad,  c.row_pad,    first(c, 1)},
+      v_layout_{entries(p_), p_.seqlen_kv, p_.heads_kv, p_.head_dim_v,
+                c.head_pad,  c.row_pad,    first(c, 2)},
       num_statistics_(static_cast<std::size_t>(entries(p_) * p_.seqlen_q * p_.heads_q)),
       q_lines_(lines.q),
       kv_lines_(lines.kv),

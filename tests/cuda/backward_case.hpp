@@ -17,8 +17,11 @@ struct Case {
   std::int64_t max_seqlen = 0;       // of a packed batch; 0: the total
   std::vector<int> seqused_q, seqused_kv;
   std::vector<std::int64_t> q_offset;
-  int head_pad = 0;       // elements between heads; odd: the copy engine can't be used
-  int row_pad = 0;        // elements between rows
+  int head_pad = 0;  // elements between heads; odd: the copy engine can't be used
+  int row_pad = 0;   // elements between rows
+  // Tensors begin so many elements behind a multiple of 16 bytes: q, and k, v, out and dout 1, 2
+  // and 3 more. 0: none does.
+  int first = 0;
   bool plus_inf = false;  // lse of empty rows is +inf
   bool stride0 = false;   // dout is one element, expanded
   double logit_scale = 1;

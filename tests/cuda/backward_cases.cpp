@@ -99,6 +99,15 @@ std::vector<Case> cases() {
       c.head_pad = 8;
       c.row_pad = 64;
     });
+    add("odd addresses", problem(kB, 2, 301, 200, 4, 2, d, dv), kCausal,
+        [](Case& c) { c.first = 1; });
+    add("odd addresses, packed, deterministic", problem(kB, 0, 0, 0, 4, 2, d, dv), kCausal,
+        [](Case& c) {
+          c.p.deterministic = true;
+          c.lens_q = {0, 100, 64, 1, 300, 0, 513, 0};
+          c.lens_kv = {3, 100, 128, 77, 200, 0, 600, 0};
+          c.first = 3;
+        });
     add("odd strides", problem(kB, 2, 301, 200, 4, 2, d, dv), kCausal, [](Case& c) {
       c.head_pad = 3;
       c.row_pad = 5;

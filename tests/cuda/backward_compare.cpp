@@ -57,7 +57,8 @@ std::string compare(const Gradient& gradient, const std::vector<double>& want, d
   for (const Line& line : lines) {
     for (std::int64_t h = 0; h < layout.heads; ++h) {
       for (std::int64_t c = 0; c < layout.columns; ++c, ++at) {
-        const std::int64_t element = tensor.offset(line.batch_index, line.row, h) + c;
+        const std::int64_t element =
+            layout.first + tensor.offset(line.batch_index, line.row, h) + c;
         inside[static_cast<std::size_t>(element)] = true;
         errors.add(to_float(bytes, element, tensor.dtype), want[at], line.meets_nothing());
       }

@@ -59,7 +59,7 @@ HostLines make_lines(Case* c) {
   args.seqused_kv = c->seqused_kv.data();
   args.q_offset = c->q_offset.data();
   const auto is_unaligned = [c](std::int64_t columns) {
-    return (columns + c->head_pad) % 8 != 0 || c->row_pad % 8 != 0;
+    return c->first > 0 || (columns + c->head_pad) % 8 != 0 || c->row_pad % 8 != 0;
   };
   p.unaligned_q = p.unaligned_k = p.unaligned_dq = p.unaligned_dk = is_unaligned(p.head_dim);
   p.unaligned_v = p.unaligned_out = p.unaligned_dv = is_unaligned(p.head_dim_v);

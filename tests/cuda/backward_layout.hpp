@@ -24,13 +24,19 @@ struct Line {
 struct Layout {
   std::int64_t batch, rows, heads, columns;
   int head_pad, row_pad;
+  int first;  // elements before the tensor's own
   [[nodiscard]] Tensor tensor(void* data, DType dtype) const {
     const std::int64_t head = columns + head_pad;
     const std::int64_t row = head * heads + row_pad;
-    return {data, dtype, row * rows, row, head, 1};
+    return {static_cast<std::uint8_t*>(data) + first * size_bytes(dtype),
+            dtype,
+            row * rows,
+            row,
+            head,
+            1};
   }
   [[nodiscard]] std::int64_t elements() const {
-    return batch * rows * ((columns + head_pad) * heads + row_pad);
+    return first + batch * rows * ((columns + head_pad) * heads + row_pad);
   }
 };
 

@@ -51,8 +51,8 @@ Problem make_problem(const Kernel& kernel, const Case& c) {
   p.scale = std::isnan(c.scale) ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : c.scale;
   p.softcap = c.softcap;
   const int gap = c.odd_strides ? kOddGap : 0;
-  p.unaligned_q = p.unaligned_k = (p.head_dim + gap) % 8 != 0;
-  p.unaligned_v = p.unaligned_out = (p.head_dim_v + gap) % 8 != 0;
+  p.unaligned_q = p.unaligned_k = c.odd_addresses || (p.head_dim + gap) % 8 != 0;
+  p.unaligned_v = p.unaligned_out = c.odd_addresses || (p.head_dim_v + gap) % 8 != 0;
   return p;
 }
 
@@ -120,10 +120,10 @@ std::vector<std::uint16_t> HostTensor::download() const {
 ForwardCall::ForwardCall(const Kernel& kernel, const Case& c)
     : spec(c),
       problem(make_problem(kernel, c)),
-      q(make_tensor(problem.seqlen_q, problem.heads_q, problem.head_dim)),
-      k(make_tensor(problem.seqlen_kv, problem.heads_kv, problem.head_dim)),
-      v(make_tensor(problem.seqlen_kv, problem.heads_kv, problem.head_dim_v)),
-      out(make_tensor(problem.seqlen_q, problem.heads_q, problem.head_dim_v)),
+      q(make_tensor(1, problem.seqlen_q, problem.heads_q, problem.head_dim)),
+      k(make_tensor(2, problem.seqlen_kv, problem.heads_kv, problem.head_dim)),
+      v(make_tensor(3, problem.seqlen_kv, problem.heads_kv, problem.head_dim_v)),
+      out(make_tensor(4, problem.seqlen_q, problem.heads_q, problem.head_dim_v)),
       lse(static_cast<std::size_t>(q.entries * problem.heads_q * problem.seqlen_q), kNan) {
   std::mt19937 random(static_cast<unsigned>(1234 + c.seqlen_q * 7 + c.seqlen_kv));
   std::normal_distribution<float> normal;
@@ -146,7 +146,8 @@ ForwardCall::ForwardCall(const Kernel& kernel, const Case& c)
   make_args();
 }
 
-HostTensor ForwardCall::make_tensor(std::int64_t rows, std::int64_t heads, std::int64_t columns) {
+HostTensor ForwardCall::make_tensor(int number, std::int64_t rows, std::int64_t heads,
+                                    std::int64_t columns) {
   HostTensor t;
   t.entries = problem.packed ? 1 : problem.batch;
   t.rows = rows;
@@ -159,7 +160,10 @@ HostTensor ForwardCall::make_tensor(std::int64_t rows, std::int64_t heads, std::
   t.on_device.batch_stride = problem.packed ? 0 : width * rows * heads;
   t.bits.assign(static_cast<std::size_t>(t.entries * rows * heads * width),
                 narrow(kNan, problem.dtype));
-  t.on_device.data = memory.allocate(t.bits.size() * 2);
+  const std::size_t before = spec.odd_addresses ? static_cast<std::size_t>(number) : 0;
+  auto* const start = static_cast<std::uint16_t*>(memory.allocate((t.bits.size() + before) * 2));
+  check_cuda(cudaMemset(start, 0xff, before * 2));
+  t.on_device.data = start + before;
   return t;
 }
 

@@ -81,7 +81,9 @@ struct ForwardCall {
   std::vector<char> row_used, key_read;
 
  private:
-  [[nodiscard]] HostTensor make_tensor(std::int64_t rows, std::int64_t heads, std::int64_t columns);
+  // With odd addresses it begins `number` elements behind a multiple of 16 bytes.
+  [[nodiscard]] HostTensor make_tensor(int number, std::int64_t rows, std::int64_t heads,
+                                       std::int64_t columns);
   void find_sequences();
   void poison();
   void make_args();

@@ -36,6 +36,7 @@ struct Case {
   bool lse = true;
   bool heads_outside = false;  // (batch, heads, rows, dim) in memory
   bool odd_strides = false;    // nothing is a multiple of 16 bytes, unless narrower by kOddGap
+  bool odd_addresses = false;  // no tensor begins at a multiple of 16 bytes
   bool least_workspace = false;
   // The workspace is as it was allocated, so that initcheck sees what is read before it is written.
   bool unwritten_workspace = false;

@@ -54,6 +54,26 @@ def test_a_large_workspace_is_not_kept(kept, monkeypatch):
     assert same(run(inputs), want) and not any(kept.values())
 
 
+def begun_anywhere(inputs):
+    """The same numbers in memory that begins at no multiple of 16 bytes."""
+    moved = []
+    for n, x in enumerate(inputs, 1):
+        memory = torch.empty(x.numel() + n, device=x.device, dtype=x.dtype)
+        moved.append(memory[n:].view_as(x).copy_(x.detach()).requires_grad_())
+    return moved
+
+
+def test_what_begins_anywhere_is_copied_to_the_workspace(kept):
+    inputs = qkv(1000)
+    want = run(inputs)
+    ((workspace,),) = kept.values()
+    before = workspace.numel()
+    assert same(run(begun_anywhere(inputs)), want)
+    ((workspace,),) = kept.values()
+    assert workspace.numel() >= before + sum(x.numel() * x.element_size() for x in inputs)
+    assert same(run(inputs), want)
+
+
 def test_a_graph_has_a_workspace_of_its_own(kept):
     inputs = qkv(300)
     stream = torch.cuda.Stream()

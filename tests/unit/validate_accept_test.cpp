@@ -80,6 +80,13 @@ TEST(Accepted, SaysWhatTheCopyEngineCannotAddress) {
   ASSERT_TRUE(c.judge(kBackward, false, &call).ok());
   EXPECT_TRUE(p.unaligned_q && p.unaligned_dout && p.unaligned_dq);
   EXPECT_FALSE(p.unaligned_k || p.unaligned_v || p.unaligned_dk);
+
+  c.v.byte_offset = 16;
+  c.k.byte_offset = 2;  // the address decides as well, where there is one
+  c.dk.null_data = true;
+  ASSERT_TRUE(c.judge(kBackward, false, &call).ok());
+  EXPECT_TRUE(p.unaligned_k);
+  EXPECT_FALSE(p.unaligned_v || p.unaligned_dk);
 }
 
 TEST(Accepted, OnlyWhatForwardNeeds) {

@@ -151,8 +151,13 @@ class _PreparedCall:
 
     def run(self, sources: Sequence[torch.Tensor]) -> None:
         words = self.words
+        addresses = 0
         for word, source, offset in self.places:
-            words[word] = sources[source].data_ptr() + offset
+            address = sources[source].data_ptr() + offset
+            words[word] = address
+            addresses |= address
+        if addresses & 15 and self.device is not None:  # what is copied takes workspace
+            self.prepare()
         launch = self.launch if self.device is None else self.launch_on_gpu
         status = launch()
         if status == WORKSPACE_TOO_SMALL:  # the backend was changed since
