@@ -112,9 +112,9 @@ class BackwardTiles {
     for (std::int64_t i = 0; i < clusters; ++i) {
       const sm90::ServedOrder order(i, params_.section, params_.num_kv_blocks, params_.num_units,
                                     units.last_parts);
-      if (order.unit < 0) {
+      if (!order.serves()) {
         const std::size_t before = tiles_.size();
-        add(sm90::tile_place(params_, keys_, static_cast<std::uint32_t>(order.tile)));
+        add(sm90::served_place(params_, order));
         if (tiles_.size() > before) {
           WorkTile& tile = tiles_.back();
           tile.awaits_prepared = tile.unit >= units.lead ? tile.unit : -1;

@@ -48,10 +48,9 @@ std::vector<Work> works_in_order(const Setting& s, int lag, int last_parts) {
   std::vector<Work> works;
   for (int i = 0; i < s.units * (s.tiles + 1) + lag * last_parts; ++i) {
     const ServedOrder order(i, s.section, s.tiles, s.units, last_parts);
-    works.push_back(
-        order.unit >= 0
-            ? Work{true, static_cast<int>(order.unit), static_cast<int>(order.part)}
-            : Work{false, tile_place(p, kBlockN, static_cast<std::uint32_t>(order.tile)).span});
+    works.push_back(order.serves()
+                        ? Work{true, static_cast<int>(order.unit), static_cast<int>(order.part)}
+                        : Work{false, served_place(p, order).span});
   }
   return works;
 }
@@ -160,9 +159,8 @@ TEST(Sm90Units, FindTheClustersOfTheirTiles) {
       for (int block = 0; block < s.tiles; ++block) {
         const ServedOrder order(ServedOrder::cluster_of(u, block, s.section, s.tiles, s.units),
                                 s.section, s.tiles, s.units, 1);
-        ASSERT_EQ(order.unit, -1);
-        const PackedTile place = tile_place(p, kBlockN, static_cast<std::uint32_t>(order.tile));
-        const KeyTile tile = key_tile_at(p, {kBlockN, 1, false}, place, 0);
+        ASSERT_FALSE(order.serves());
+        const KeyTile tile = key_tile_at(p, {kBlockN, 1, false}, served_place(p, order), 0);
         EXPECT_EQ(tile.batch_index, u);
         EXPECT_EQ(tile.kv_row, block * kBlockN);
       }
@@ -170,9 +168,23 @@ TEST(Sm90Units, FindTheClustersOfTheirTiles) {
   }
 }
 
+TEST(Sm90Units, TheLastSectionTakesWhatIsLeft) {
+  for (const auto& [units, last] : {std::pair{3, 3}, {4, 4}, {5, 5}, {8, 4}, {9, 5}, {23, 7}}) {
+    int in_last = 0;
+    for (int u = 0; u < units; ++u) {
+      const ServedSection section(u / 4, 4, units);
+      EXPECT_TRUE(section.begin <= u && u < section.begin + section.units);
+      EXPECT_TRUE(section.units == 4 || section.begin + section.units == units);
+      in_last += section.begin + section.units == units ? 1 : 0;
+    }
+    EXPECT_EQ(in_last, last) << units;
+  }
+}
+
 TEST(Sm90Units, PassThroughInAnyOrder) {
   const Setting settings[] = {{256, 8, 1, 132}, {256, 8, 16, 132}, {64, 32, 4, 132},
-                              {41, 3, 3, 13},   {90, 6, 7, 20},    {55, 1, 2, 4}};
+                              {41, 3, 3, 13},   {90, 6, 7, 20},    {55, 1, 2, 4},
+                              {48, 24, 5, 132}, {36, 12, 11, 132}};
   for (const Setting& s : settings) {
     // Fewer may run than the plan counts on, and more.
     for (const int resident : {1, 2, s.multiprocessors, 3 * s.multiprocessors}) {
@@ -217,7 +229,8 @@ TEST(Sm90Units, FarEnoughApart) {
           last[u] = std::max(last[u], i);
         }
       }
-      for (int u = pipeline.slots; u < s.units; ++u) {
+      // But for the last section, which some wait for a little more.
+      for (int u = pipeline.slots; u < s.units - 2 * s.section; ++u) {
         const auto at = [u](int distance) { return static_cast<std::size_t>(u - distance); };
         EXPECT_GE(served[at(0)] - last[at(pipeline.lag)], equal_tiles ? 132 : 100);
         EXPECT_GE(first[at(0)] - served[at(pipeline.lead)], 132);

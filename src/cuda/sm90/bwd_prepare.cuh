@@ -63,24 +63,21 @@ FG_HOST_DEVICE constexpr std::int64_t zero_ctas(const BwdPrepareParams& p) {
 // are served (unit_pipeline.hpp) each section begins with the clusters that do.
 __device__ __forceinline__ KeyTile describe(const BwdParams& main, const KeyTileForm& form,
                                             std::uint32_t index, std::uint32_t rank) {
-  std::int64_t number = index;
-  if (main.pipeline.serves()) {
-    const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
-                            main.pipeline.last_parts);
-    if (order.unit >= 0) {
-      KeyTile tile{};
-      tile.num_steps = kServesUnit;
-      tile.batch_index = static_cast<int>(order.unit / main.heads_kv);
-      tile.head_kv = static_cast<int>(order.unit % main.heads_kv);
-      tile.turn = static_cast<int>(order.part);
-      return tile;
-    }
-    number = order.tile;
+  if (!main.pipeline.serves()) {
+    return key_tile_at(main, form,
+                       tile_place(main, std::int64_t{form.block_n} * form.cluster, index), rank);
   }
-  return key_tile_at(main, form,
-                     tile_place(main, std::int64_t{form.block_n} * form.cluster,
-                                static_cast<std::uint32_t>(number)),
-                     rank);
+  const ServedOrder order(index, main.section, main.num_kv_blocks, main.num_units,
+                          main.pipeline.last_parts);
+  if (!order.serves()) {
+    return key_tile_at(main, form, served_place(main, order), rank);
+  }
+  KeyTile tile{};
+  tile.num_steps = kServesUnit;
+  tile.batch_index = static_cast<int>(order.unit / main.heads_kv);
+  tile.head_kv = static_cast<int>(order.unit % main.heads_kv);
+  tile.turn = static_cast<int>(order.part);
+  return tile;
 }
 
 // The same of a packed batch, in the order that bwd_packed_order has made.

@@ -93,6 +93,13 @@ FG_HOST_DEVICE inline PackedTile tile_place(const BwdParams& p, std::int64_t key
           static_cast<std::int32_t>(unit % heads)};
 }
 
+// Where a tile lies in a batch of fixed length whose units are served.
+FG_HOST_DEVICE inline PackedTile served_place(const BwdParams& p, const ServedOrder& order) {
+  return {static_cast<std::int32_t>(order.unit / p.heads_kv),
+          static_cast<std::int32_t>(order.block),
+          static_cast<std::int32_t>(order.unit % p.heads_kv)};
+}
+
 // Fills in the tile of CTA `rank` of the cluster at `place`. It walks the query blocks that any CTA
 // of the cluster needs.
 FG_HOST_DEVICE inline void describe_key_tile(const BwdParams& p, const KeyTileForm& form,
