@@ -37,7 +37,7 @@ WARM_UP_STEPS = 3  # not timed
 VALIDATION_BATCHES = 4
 # How a profile names attention's own work: autograd functions and operators, both passes.
 ATTENTION_EVENTS = {
-    "flashgrad": ("_Forward", "_ForwardBackward"),
+    "flashgrad": ("_Planned", "_PlannedBackward", "_Forward", "_ForwardBackward"),
     "torch": (
         "aten::scaled_dot_product_attention",
         "ScaledDotProductFlashAttentionForCpuBackward0",
@@ -332,8 +332,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--png", type=pathlib.Path, help="draw the loss curves into this file")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.steps <= WARM_UP_STEPS:
-        parser.error(f"--steps {arguments.steps}, want more than the {WARM_UP_STEPS} not timed")
+    least = WARM_UP_STEPS + 2  # of one step's time there are no quartiles
+    if arguments.steps < least:
+        parser.error(f"--steps {arguments.steps}, want {least} or more: {WARM_UP_STEPS} not timed")
     return arguments
 
 

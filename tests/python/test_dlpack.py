@@ -5,6 +5,7 @@ import flashgrad
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -99,9 +100,27 @@ def test_recording_is_refused(qkv):
     """The recorded program would not have the call in it."""
     q, k, v = map(torch.from_numpy, qkv)
     call = lambda q: flashgrad.forward(q, k, v)[0]
-    for record in (lambda: torch.jit.trace(call, (q,)), lambda: make_fx(call)(q)):
+
+    def with_fake_tensors():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            call(q)
+
+    for record in (
+        lambda: torch.jit.trace(call, (q,)),
+        lambda: make_fx(call)(q),
+        lambda: torch.func.vmap(call)(q[None]),
+        lambda: torch.func.grad(lambda q: call(q).sum())(q),
+        with_fake_tensors,
+    ):
         with pytest.raises(NotImplementedError, match="use the functions of flashgrad.torch"):
             record()
+
+
+def test_tensors_without_memory_are_refused(qkv):
+    q, k, v = map(torch.from_numpy, qkv)
+    for nowhere in (k.to("meta"), k.to_sparse()):
+        with pytest.raises(NotImplementedError, match="k: a tensor without memory of its own"):
+            flashgrad.forward(q, nowhere, v)
 
 
 def test_what_autograd_saved_is_not_overwritten_in_silence(qkv):

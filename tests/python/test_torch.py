@@ -208,6 +208,21 @@ def test_refused_options(change, words):
         fgt.flash_attn_func(*qkv(), **change)
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"softmax_scale": [0.5]}, r"scale: \[0.5\], want a number"),
+        ({"softcap": {}}, "softcap: {}, want a number"),
+        ({"window_size": ([1], 0)}, r"window_size: \(\[1\], 0\), want \(left, right\)"),
+        ({"window_size": 3}, r"window_size: 3, want \(left, right\)"),
+        ({"alignment": {}}, "alignment: {}, want one of"),
+    ],
+)
+def test_options_of_other_types(change, words):
+    with pytest.raises(ValueError, match=words):
+        fgt.flash_attn_func(*qkv(), **change)
+
+
 @pytest.mark.parametrize("option", ["softmax_scale", "softcap"])
 def test_a_number_that_requires_grad_is_refused(option):
     """A learned temperature would stay as it is without a word."""

@@ -4,6 +4,7 @@
 import threading
 
 import flashgrad.torch as fgt
+import numpy as np
 import pytest
 import torch
 from flashgrad.torch import _plans
@@ -180,11 +181,12 @@ def test_another_call_has_another_plan_or_none(what, made):
     assert [x.guard(*inputs) for x in first] == [False] * len(first)
 
 
-def test_options_that_are_tensors_are_read_each_time():
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_options_that_are_arrays_are_read_each_time(make):
     q, k, v = qkv()
-    scale = torch.tensor(0.5)
+    scale = make(0.5)
     for factor in (1.0, 2.0):
-        scale.mul_(factor)
+        scale *= factor
         got = fgt.flash_attn_func(q, k, v, softmax_scale=scale)
         assert torch.equal(got, fgt.flash_attn_func(q, k, v, softmax_scale=float(scale)))
 

@@ -6,7 +6,9 @@ import flashgrad.torch as fgt
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torch_inputs import BACKWARD, FORWARD, close, operator_options, qkv, tensors
 
 SINCE_2_5 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
@@ -304,3 +306,38 @@ def test_export_with_dynamic_shapes():
         (q[:, :, :3].repeat(2, 1, 1, 1), *(x.repeat(2, 1, 1, 1) for x in (k, v))),
     ):
         assert torch.equal(exported(*inputs), Attention()(*inputs))
+
+
+def flops(call):
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_flops_are_counted_as_pytorchs_are():
+    """Of sequences of the same length, and of packed ones, each of which counts for itself."""
+    inputs = qkv(heads_k=4)
+    heads_first = [x.transpose(1, 2) for x in inputs]
+    want = flops(lambda: sdpa(*heads_first).sum().backward())
+    assert want > 0
+    for _ in range(2):  # the second call would have a plan
+        assert flops(lambda: fgt.flash_attn_func(*inputs).sum().backward()) == want
+        call = lambda: fgt.scaled_dot_product_attention(*heads_first).sum().backward()
+        assert flops(call) == want
+
+    cu = torch.tensor([0, 3, 13], dtype=torch.int32)
+    packed = [x[0, :13] for x in inputs]
+    pieces = [[x[None, a:b] for x in packed] for a, b in ((0, 3), (3, 13))]
+    call = lambda: fgt.flash_attn_varlen_func(*packed, cu, cu).sum().backward()
+    assert flops(call) == sum(
+        flops(lambda: fgt.flash_attn_func(*piece).sum().backward()) for piece in pieces
+    )
+
+
+def test_flops_of_offsets_that_nobody_knows():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(13, 4, 8) for _ in "qkv")
+        cu = torch.empty(3, dtype=torch.int32)
+        assert flops(lambda: fgt.flash_attn_varlen_func(q, k, v, cu, cu, 10, 9)) == (
+            2 * 10 * 9 * 4 * 2 * (8 + 8)
+        )

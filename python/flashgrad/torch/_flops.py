@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators' FLOPs for ``torch.utils.flop_counter``, which counts 0 for what it does not know.
+
+They are counted as those of PyTorch's own attention: of all rows with all keys of their sequence,
+whatever the mask, and of all gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ._operators import backward_op, forward_op
+
+
+def _pairs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+) -> int:
+    """Of a row and a key of the same sequence, in all query heads; without offsets' data at most."""
+    heads = q.shape[-2]
+    if cu_seqlens_q is None or cu_seqlens_kv is None:
+        return q.shape[0] * heads * q.shape[1] * k.shape[1]
+    if isinstance(cu_seqlens_q, FakeTensor) or cu_seqlens_q.is_meta:
+        batch = cu_seqlens_q.shape[0] - 1
+        return heads * batch * (max_seqlen_q or q.shape[0]) * (max_seqlen_kv or k.shape[0])
+    lengths = (x.diff().long() for x in (cu_seqlens_q, cu_seqlens_kv))
+    return heads * int(torch.dot(*lengths))
+
+
+@register_flop_formula(forward_op.overloadpacket, get_raw=True)
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: Any,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    seqused_q: Any,
+    seqused_kv: Any,
+    q_offset: Any,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *others: Any,
+    **results: Any,
+) -> int:
+    pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    return 2 * pairs * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(backward_op.overloadpacket, get_raw=True)
+def _backward(
+    dout: Any,
+    dlse: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: Any,
+    lse: Any,
+    sinks: Any,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    seqused_q: Any,
+    seqused_kv: Any,
+    q_offset: Any,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *others: Any,
+    **results: Any,
+) -> int:
+    pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    return 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
