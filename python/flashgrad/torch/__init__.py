@@ -4,6 +4,7 @@
 They work under autograd, autocast, activation checkpointing and ``torch.compile(fullgraph=True)``.
 """
 
+from . import _flops as _flops
 from ._flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
