@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._library import OPTIONS, SIZES, TENSOR_NAMES, TENSORS, ArgumentError, library
@@ -56,15 +57,37 @@ _capsule_name.argtypes = [ctypes.py_object]
 _capsule_name.restype = ctypes.c_char_p
 
 
+_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, into which torch.compile does not look.
+
+    It would follow the calls of ctypes and keep the addresses of buffers that it makes anew.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None:
+            return function(*arguments, **options)
+        if function not in _outside:
+            _outside[function] = dynamo.disable(function)
+        return _outside[function](*arguments, **options)
+
+    return call
+
+
 @functools.cache
-def kind(cls: type) -> str:
-    """How tensors of a class are taken: "numpy", "torch" or "dlpack"; TypeError for others."""
+def kind(cls: type, name: str) -> str:
+    """How the tensor ``name`` of a class is taken: "numpy", "torch" or "dlpack"; TypeError for others."""
     # An instance of either library's class can only exist once that library is imported.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and issubclass(cls, numpy.ndarray):
         if issubclass(cls, numpy.ma.MaskedArray):
             raise TypeError(
-                "flashgrad: a numpy.ma.MaskedArray, want an array without a mask: it would be ignored"
+                f"flashgrad: {name}: a numpy.ma.MaskedArray, want an array without a mask: it would be "
+                "ignored"
             )
         return "numpy"
     if torch is not None and issubclass(cls, torch.Tensor):
@@ -72,8 +95,8 @@ def kind(cls: type) -> str:
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
         return "dlpack"
     raise TypeError(
-        f"flashgrad: a {cls.__module__}.{cls.__qualname__}, want a NumPy array, a PyTorch tensor or "
-        "an object with __dlpack__ and __dlpack_device__"
+        f"flashgrad: {name}: a {cls.__module__}.{cls.__qualname__}, want a NumPy array, a PyTorch "
+        "tensor or an object with __dlpack__ and __dlpack_device__"
     )
 
 
@@ -118,23 +141,25 @@ def pack_options(
 
     Not cached: an option may be a tensor of one element, which may be another one in the next call.
     """
-    if scale is None:
-        scale = _DEFAULT_SCALE
-    elif scale != scale:  # the library would take it for None
-        raise ArgumentError(
-            "flashgrad: scale: nan, want a finite number, or None for 1 / sqrt(head_dim)"
-        )
     try:
-        return OPTIONS.pack(
-            OPTIONS.size, window_left, window_right, top_left, scale, softcap, deterministic,
-            num_threads, max_seqlen_q, max_seqlen_kv, 0 if backend is None else _c_string(backend),
+        packed = OPTIONS.pack(
+            OPTIONS.size, window_left, window_right, top_left,
+            _DEFAULT_SCALE if scale is None else scale, softcap, deterministic, num_threads,
+            max_seqlen_q, max_seqlen_kv, 0 if backend is None else _c_string(backend),
         )  # fmt: skip
     except struct.error:
         pass
+    else:
+        # The library would take NaN for None.
+        if scale is not None and not math.isfinite(scale):
+            raise ArgumentError(
+                f"flashgrad: scale: {float(scale)}, want a finite number, or None for 1 / sqrt(head_dim)"
+            )
+        return packed
     for name, value, code, want in (
         ("window_left", window_left, "q", "a whole number of 64 bits"),
         ("window_right", window_right, "q", "a whole number of 64 bits"),
-        ("scale", scale, "d", "a number"),
+        ("scale", 0 if scale is None else scale, "d", "a number"),
         ("softcap", softcap, "d", "a number"),
         ("num_threads", num_threads, "i", "a whole number of 32 bits"),
         ("max_seqlen_q", max_seqlen_q, "q", "a whole number of 64 bits"),
@@ -169,7 +194,7 @@ class Call:
 
     def add(self, slot: int, tensor: Any, output: bool = False) -> None:
         """Sets a tensor; ``output`` says that the call writes it."""
-        how = kind(type(tensor))
+        how = kind(type(tensor), TENSOR_NAMES[slot])
         if how == "numpy":
             self.add_numpy(slot, tensor, output)
         elif how == "torch":
@@ -179,7 +204,12 @@ class Call:
                         f"flashgrad: {TENSOR_NAMES[slot]}: is lazily negated, but would be written"
                     )
                 tensor = tensor.resolve_neg()
-            capsule = sys.modules["torch"]._C._to_dlpack(tensor)
+            try:
+                capsule = sys.modules["torch"]._C._to_dlpack(tensor)
+            except (BufferError, RuntimeError) as error:  # on meta, sparse, in a transform
+                raise NotImplementedError(
+                    f"flashgrad: {TENSOR_NAMES[slot]}: a tensor without memory of its own ({error})"
+                ) from None
             self.pointers[slot] = capsule_pointer(capsule, b"dltensor")
             self.keep.append(capsule)
         else:

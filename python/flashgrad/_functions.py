@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import operator
 import sys
+import typing
 from typing import Any, Literal
 
-from ._call import SLOT, Call, kind, pack_options
-from ._library import BACKWARD, FORWARD, UNBOUNDED
+from ._call import SLOT, Call, kind, outside_of_dynamo, pack_options
+from ._library import BACKWARD, FORWARD, UNBOUNDED, ArgumentError
 
 Alignment = Literal["bottom-right", "top-left"]
-ALIGNMENTS = {"bottom-right": 0, "top-left": 1}
+_ALIGNMENTS = typing.get_args(Alignment)
 
 LENGTHS = ("sinks", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset")
 _LENGTH_SLOTS = tuple(SLOT[name] for name in LENGTHS)
 
 
+@outside_of_dynamo
 def forward(
     q: Any,
     k: Any,
@@ -103,8 +105,9 @@ def forward(
     ValueError
         A tensor or an option contradicts the rules; nothing was written. The message names it.
     NotImplementedError
-        No backend serves the call; the message has each backend's reason. Or the call is recorded
-        by ``torch.jit.trace`` or ``make_fx``.
+        No backend serves the call; the message has each backend's reason. Or PyTorch records or
+        transforms the call (``torch.jit.trace``, ``make_fx``, ``torch.func``); ``torch.compile``
+        breaks its graph instead.
     RuntimeError
         The device reported an error.
     TypeError
@@ -118,7 +121,7 @@ def forward(
     >>> out.shape, lse.shape
     ((1, 16, 2, 8), (1, 2, 16))
     """
-    how = kind(type(q))
+    how = _kind_of(q=q, k=k, v=v)
     if out is None:
         out = _empty(how, tuple(q.shape[:-1]) + tuple(v.shape[-1:]), q.dtype, q, stream)
     if lse is None:
@@ -141,6 +144,7 @@ def forward(
     return out, lse
 
 
+@outside_of_dynamo
 def backward(
     dout: Any,
     q: Any,
@@ -213,7 +217,7 @@ def backward(
     >>> out, lse = forward(q, k, v, causal=True)
     >>> dq, dk, dv = backward(np.ones_like(out), q, k, v, out, lse, causal=True)
     """
-    how = kind(type(q))
+    how = _kind_of(q=q, k=k, v=v)
     if dq is None:
         dq = _empty(how, tuple(q.shape), q.dtype, q, stream)
     if dk is None:
@@ -221,6 +225,7 @@ def backward(
     if dv is None:
         dv = _empty(how, tuple(v.shape), v.dtype, q, stream)
     if dsinks is None and sinks is not None:
+        kind(type(sinks), "sinks")
         dsinks = _empty(how, tuple(sinks.shape), sinks.dtype, q, stream)
     call = Call()
     for slot, tensor in enumerate((q, k, v, out, lse)):
@@ -252,6 +257,13 @@ def band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]
             raise ValueError(f"flashgrad: window: right side {right} with causal, want None or 0")
         right = 0
     return _side(left), _side(right)
+
+
+def is_top_left(alignment: Any) -> bool:
+    """What an ``alignment`` says, if it is one."""
+    if not isinstance(alignment, str) or alignment not in _ALIGNMENTS:
+        raise ArgumentError(f"flashgrad: alignment: {alignment!r}, want one of {list(_ALIGNMENTS)}")
+    return alignment == "top-left"
 
 
 def _side(side: Any) -> Any:
@@ -286,17 +298,14 @@ def _run(
     backend: str | None,
     stream: int | None,
 ) -> None:
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     left, right = band(causal, window)
     options = pack_options(
-        left, right, ALIGNMENTS[alignment], scale, softcap,
+        left, right, is_top_left(alignment), scale, softcap,
         deterministic, num_threads, max_seqlen_q, max_seqlen_kv, backend,
     )  # fmt: skip
     num_bytes = call.prepare(which, options)
     if how == "torch":
         torch = sys.modules["torch"]
-        _refuse_tracing(torch)
         workspace = _empty(how, (num_bytes,), torch.uint8, q, stream)
         address = workspace.data_ptr()
         if stream is None and q.is_cuda:
@@ -309,13 +318,26 @@ def _run(
     call.launch(which, address, num_bytes, stream or 0)
 
 
-def _refuse_tracing(torch: Any) -> None:
-    """What runs below PyTorch would be missing in a program that PyTorch records."""
-    proxies = torch._C._TorchDispatchModeKey.PROXY
-    if torch.jit.is_tracing() or torch._C._get_dispatch_mode(proxies) is not None:
+def _kind_of(**tensors: Any) -> str:
+    """How the first of the tensors is taken, whose shapes will be read."""
+    kinds = [kind(type(x), name) for name, x in tensors.items()]
+    if "torch" in kinds:
+        _refuse_recording(sys.modules["torch"])
+    return kinds[0]
+
+
+def _refuse_recording(torch: Any) -> None:
+    """What runs below PyTorch would be missing in a program that PyTorch records or transforms."""
+    modes = torch._C._TorchDispatchModeKey
+    if (
+        torch.jit.is_tracing()
+        or torch._C._get_dispatch_mode(modes.PROXY) is not None
+        or torch._C._get_dispatch_mode(modes.FAKE) is not None
+        or torch._C._are_functorch_transforms_active()
+    ):
         raise NotImplementedError(
-            "flashgrad: forward and backward can't be recorded by torch.jit.trace or make_fx: use "
-            "the functions of flashgrad.torch"
+            "flashgrad: forward and backward can't be recorded by torch.jit.trace, make_fx or "
+            "FakeTensorMode, nor transformed by torch.func: use the functions of flashgrad.torch"
         )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._call import pack_options
-from .._functions import ALIGNMENTS, Alignment, band
+from .._functions import Alignment, band, is_top_left
 from .._library import BACKWARD, FORWARD
 from ._ffi import call, vary_over, varying_axes
 
@@ -211,11 +211,9 @@ def attention(
         causal=causal, window=window, alignment=alignment, scale=scale, softcap=softcap,
         max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, deterministic=deterministic,
     )  # fmt: skip
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
     left, right = band(causal, window)
     options = pack_options(
-        left, right, ALIGNMENTS[alignment], scale, softcap, bool(deterministic), 0, max_seqlen_q,
+        left, right, is_top_left(alignment), scale, softcap, bool(deterministic), 0, max_seqlen_q,
         max_seqlen_kv, None,
     )  # fmt: skip
     tensors = {

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from .._functions import LENGTHS
 from ._layout import HEADS_FIRST, Layout, empty_like, parts
 from ._operators import (
+    SingleLevelFunction,
     backward_op,
     differentiate,
     empty_results,
@@ -122,7 +122,7 @@ def _gradients(
     return [dsinks, *gradients]
 
 
-class _Planned(_SingleLevelFunction):
+class _Planned(SingleLevelFunction):
     """out and lse by a plan, both differentiable.
 
     The tensors are as the plan's layout says, and so are their gradients: those of packed tensors
@@ -160,7 +160,7 @@ class _Planned(_SingleLevelFunction):
     jvp = staticmethod(refuse_forward_mode)
 
 
-class _Forward(_SingleLevelFunction):
+class _Forward(SingleLevelFunction):
     """Likewise by the operator, or ``direct``, the kernel with the ``parts`` of the tensors."""
 
     @staticmethod

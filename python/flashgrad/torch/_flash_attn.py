@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._functions import ALIGNMENTS, Alignment
+from .._functions import Alignment, is_top_left
 from .._library import ArgumentError
 from ._attention import attend, check_tensor
 from ._layout import Layout
@@ -78,24 +78,23 @@ def _attend(
     # As flash-attn's users expect, a negative side is open, and causal closes the right one.
     try:
         left, right = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+        if left is not None and left < 0:
+            left = None
+        if causal:
+            right = 0
+        elif right is not None and right < 0:
+            right = None
     except (TypeError, ValueError):
         raise ArgumentError(
             f"flashgrad: window_size: {window_size!r}, want (left, right)"
         ) from None
-    if left is not None and left < 0:
-        left = None
-    if causal:
-        right = 0
-    elif right is not None and right < 0:
-        right = None
-    if alignment not in ALIGNMENTS:
-        raise ArgumentError(f"flashgrad: alignment: {alignment!r}, want one of {list(ALIGNMENTS)}")
+    top_left = is_top_left(alignment)
     out, lse = attend(
         tensors,
         layout,
         (sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_offset),
         (
-            max_seqlen_q, max_seqlen_k, left, right, alignment == "top-left", softmax_scale,
+            max_seqlen_q, max_seqlen_k, left, right, top_left, softmax_scale,
             softcap, deterministic or torch.are_deterministic_algorithms_enabled(),
         ),
     )  # fmt: skip

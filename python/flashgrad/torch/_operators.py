@@ -21,7 +21,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from .._call import Call, capsule_pointer, pack_options
+from .._call import Call, capsule_pointer, outside_of_dynamo, pack_options
 from .._functions import LENGTHS
 from .._library import BACKWARD, FORWARD, UNBOUNDED, ArgumentError
 from ._layout import empty_like
@@ -77,6 +77,7 @@ def _gradient_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 0 or x.stride(-1) == 0 else _rows(x)
 
 
+@outside_of_dynamo
 def run(which: int, q: torch.Tensor, tensors: list[Any], options: tuple[Any, ...]) -> None:
     """Runs a call on q's device and its current stream.
 
@@ -172,7 +173,13 @@ def refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
     )
 
 
-class _Backward(_SingleLevelFunction):
+class SingleLevelFunction(_SingleLevelFunction):
+    """An autograd.Function below torch.func, which compiled autograd knows by its class too."""
+
+    _compiled_autograd_key = getattr(torch.autograd.Function, "_compiled_autograd_key", None)
+
+
+class _Backward(SingleLevelFunction):
     """The gradients, which can't be differentiated again."""
 
     @staticmethod

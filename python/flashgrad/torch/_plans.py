@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function_variadic
 
-from .._call import CPU, CUDA, DATA_WORD, SLOT, Call
+from .._call import CPU, CUDA, DATA_WORD, SLOT, Call, outside_of_dynamo
 from .._library import BACKWARD, FORWARD, WORKSPACE_TOO_SMALL, library
 from ._layout import HEADS_FIRST, HEADS_FIRST_TO_ROWS, Layout, empty_like, parts
 
@@ -119,6 +119,7 @@ class _PreparedCall:
 
     __slots__ = ("call", "device", "num_bytes", "options", "places", "which", "words", "workspace")
 
+    @outside_of_dynamo
     def __init__(
         self,
         which: int,
@@ -149,6 +150,7 @@ class _PreparedCall:
         if self.device is None and self.num_bytes <= _KEPT_BYTES_CPU:
             self.workspace = torch.empty(self.num_bytes, dtype=torch.uint8)
 
+    @outside_of_dynamo
     def run(self, sources: Sequence[torch.Tensor]) -> None:
         words = self.words
         addresses = 0
@@ -377,7 +379,10 @@ def find(
 ) -> Plan | None:
     """The plan of an earlier call like this one."""
     key = (layout, len(inputs), places, numbers, torch.get_num_threads())
-    plans = _plans.get(key)
+    try:
+        plans = _plans.get(key)
+    except TypeError:  # a number that is none, as a list, or not yet: a NumPy array of one element
+        return None
     if (
         plans is None
         or _dispatch_modes()
