@@ -80,14 +80,14 @@ def outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def kind(cls: type, name: str) -> str:
-    """How the tensor ``name`` of a class is taken: "numpy", "torch" or "dlpack"; TypeError for others."""
+    """How a tensor of a class is taken, "numpy", "torch" or "dlpack"; TypeError for others."""
     # An instance of either library's class can only exist once that library is imported.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and issubclass(cls, numpy.ndarray):
         if issubclass(cls, numpy.ma.MaskedArray):
             raise TypeError(
-                f"flashgrad: {name}: a numpy.ma.MaskedArray, want an array without a mask: it would be "
-                "ignored"
+                f"flashgrad: {name}: a numpy.ma.MaskedArray, want an array without a mask: it would "
+                "be ignored"
             )
         return "numpy"
     if torch is not None and issubclass(cls, torch.Tensor):
@@ -153,7 +153,8 @@ def pack_options(
         # The library would take NaN for None.
         if scale is not None and not math.isfinite(scale):
             raise ArgumentError(
-                f"flashgrad: scale: {float(scale)}, want a finite number, or None for 1 / sqrt(head_dim)"
+                f"flashgrad: scale: {float(scale)}, want a finite number, or None for 1 / "
+                "sqrt(head_dim)"
             )
         return packed
     for name, value, code, want in (

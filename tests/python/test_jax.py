@@ -273,6 +273,17 @@ def test_offsets_beyond_32_bits():
         run(seqused_kv=np.full(batch, 2**32))
 
 
+def test_exported_programs():
+    q, k, v = (jnp.asarray(x) for x in arrays((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8)))
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(f"flashgrad_{x}") for x in ("cpu", "cuda")
+    ]
+    function = jax.jit(jax.grad(lambda q: fgj.attention(q, k, v, causal=True)[0].sum()))
+    for platforms in (["cpu"], ["cpu", "cuda"]):
+        exported = jax.export.export(function, disabled_checks=checks, platforms=platforms)(q)
+        assert jnp.array_equal(exported.call(q), function(q))
+
+
 def test_symbolic_shapes_are_refused():
     shape = jax.export.symbolic_shape("b, 9, 2, 8")
     with pytest.raises(NotImplementedError, match=r"shape \(b, 9, 2, 8\), want numbers"):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python programs of the README and docs/python.md run as they stand; and what importing the
-package costs."""
+"""The Python programs of the README, docs/python.md and the docstrings run as they stand; and what
+importing the package costs."""
 
+import doctest
+import importlib
 import pathlib
 import re
 import statistics
@@ -26,6 +28,22 @@ def test_programs_are_found():
 @pytest.mark.parametrize("program", COMPLETE, ids=lambda program: program.splitlines()[0])
 def test_program_runs(program):
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_functions",
+        "torch._flash_attn",
+        "torch._sdpa",
+        "jax._attention",
+        "jax._dot_product_attention",
+        "transformers",
+    ],
+)
+def test_docstrings(name):
+    result = doctest.testmod(importlib.import_module(f"flashgrad.{name}"))
+    assert result.attempted > 0 and result.failed == 0
 
 
 def run(program):

@@ -16,43 +16,27 @@ from torch.utils.flop_counter import register_flop_formula
 from ._operators import backward_op, forward_op
 
 
-def _pairs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_kv: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-) -> int:
-    """Of a row and a key of the same sequence, in all query heads; without offsets' data at most."""
+def _pairs(q: torch.Tensor, k: torch.Tensor, options: tuple[Any, ...]) -> int:
+    """The pairs of a row and a key of its sequence, in all query heads.
+
+    ``options`` are the operator's. Where offsets have no data, all sequences count as the longest.
+    """
+    _, cu_seqlens_q, cu_seqlens_kv, _, _, _, max_seqlen_q, max_seqlen_kv, *_ = options
     heads = q.shape[-2]
     if cu_seqlens_q is None or cu_seqlens_kv is None:
         return q.shape[0] * heads * q.shape[1] * k.shape[1]
     if isinstance(cu_seqlens_q, FakeTensor) or cu_seqlens_q.is_meta:
         batch = cu_seqlens_q.shape[0] - 1
         return heads * batch * (max_seqlen_q or q.shape[0]) * (max_seqlen_kv or k.shape[0])
-    lengths = (x.diff().long() for x in (cu_seqlens_q, cu_seqlens_kv))
-    return heads * int(torch.dot(*lengths))
+    lengths = [x.diff().long() for x in (cu_seqlens_q, cu_seqlens_kv)]
+    return heads * int((lengths[0] * lengths[1]).sum())
 
 
 @register_flop_formula(forward_op.overloadpacket, get_raw=True)
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: Any,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_kv: torch.Tensor | None,
-    seqused_q: Any,
-    seqused_kv: Any,
-    q_offset: Any,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    *others: Any,
-    **results: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any, **results: Any
 ) -> int:
-    pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    return 2 * pairs * (q.shape[-1] + v.shape[-1])
+    return 2 * _pairs(q, k, options) * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(backward_op.overloadpacket, get_raw=True)
@@ -64,16 +48,7 @@ def _backward(
     v: torch.Tensor,
     out: Any,
     lse: Any,
-    sinks: Any,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_kv: torch.Tensor | None,
-    seqused_q: Any,
-    seqused_kv: Any,
-    q_offset: Any,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    *others: Any,
+    *options: Any,
     **results: Any,
 ) -> int:
-    pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    return 2 * pairs * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2 * _pairs(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
