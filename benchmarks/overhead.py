@@ -156,7 +156,7 @@ def on_numpy(rounds: int) -> dict[str, float]:
     for slot, x in enumerate((q, k, v, np.empty_like(q), np.empty((1, 1, 1), np.float32))):
         call.add(slot, x)
     options = _call.pack_options(
-        2**63 - 1, 2**63 - 1, False, float("nan"), 0.0, False, 0, 0, 0, None
+        2**63 - 1, 2**63 - 1, False, None, 0.0, False, 0, 0, 0, None
     )
     workspace = np.empty(call.prepare(0, options), np.uint8)
     address = workspace.ctypes.data

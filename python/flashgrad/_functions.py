@@ -121,7 +121,7 @@ def forward(
     >>> out.shape, lse.shape
     ((1, 16, 2, 8), (1, 2, 16))
     """
-    how = _kind_of(q=q, k=k, v=v)
+    how = _kind_of(q, k, v)
     if out is None:
         out = _empty(how, tuple(q.shape[:-1]) + tuple(v.shape[-1:]), q.dtype, q, stream)
     if lse is None:
@@ -217,7 +217,7 @@ def backward(
     >>> out, lse = forward(q, k, v, causal=True)
     >>> dq, dk, dv = backward(np.ones_like(out), q, k, v, out, lse, causal=True)
     """
-    how = _kind_of(q=q, k=k, v=v)
+    how = _kind_of(q, k, v)
     if dq is None:
         dq = _empty(how, tuple(q.shape), q.dtype, q, stream)
     if dk is None:
@@ -318,9 +318,9 @@ def _run(
     call.launch(which, address, num_bytes, stream or 0)
 
 
-def _kind_of(**tensors: Any) -> str:
-    """How the first of the tensors is taken, whose shapes will be read."""
-    kinds = [kind(type(x), name) for name, x in tensors.items()]
+def _kind_of(q: Any, k: Any, v: Any) -> str:
+    """How q is taken, if all three are tensors, whose shapes can be read."""
+    kinds = kind(type(q), "q"), kind(type(k), "k"), kind(type(v), "v")
     if "torch" in kinds:
         _refuse_recording(sys.modules["torch"])
     return kinds[0]

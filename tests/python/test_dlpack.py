@@ -136,6 +136,11 @@ def test_what_autograd_saved_is_not_overwritten_in_silence(qkv):
     flashgrad.backward(torch.ones_like(q), q, k, v, out.clone(), lse, dq=saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+    saved_lse = torch.ones_like(lse)
+    product = (torch.ones_like(lse, requires_grad=True) * saved_lse).sum()
+    flashgrad.forward(q, k, v, lse=saved_lse)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
     with torch.inference_mode():
         flashgrad.forward(q, k, v, out=torch.empty_like(q))
 

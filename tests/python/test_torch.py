@@ -410,6 +410,27 @@ def test_double_backward_says_so():
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_deterministic_algorithms_are_asked_for(enabled, monkeypatch):
+    """A GPU's gradients depend on it; here one sees what the functions hand on."""
+    asked = []
+    for module in (fgt._flash_attn, fgt._attention):
+        attend = module.attend
+        monkeypatch.setattr(
+            module, "attend", lambda *call, attend=attend: asked.append(call[3][-1]) or attend(*call)
+        )
+    q, k, v = qkv()
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        fgt.flash_attn_func(q, k, v)
+        fgt.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(asked) == 2 and all(x is enabled for x in asked)
+
+
 def test_rows_that_see_nothing():
     q, k, v = qkv(seqlen_q=5, seqlen_k=3)
     out, lse = fgt.flash_attn_func(q, k, v, causal=True, return_lse=True)
