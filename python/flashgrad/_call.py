@@ -86,8 +86,8 @@ def kind(cls: type, name: str) -> str:
     if numpy is not None and issubclass(cls, numpy.ndarray):
         if issubclass(cls, numpy.ma.MaskedArray):
             raise TypeError(
-                f"flashgrad: {name}: a numpy.ma.MaskedArray, want an array without a mask: it would "
-                "be ignored"
+                f"flashgrad: {name}: a numpy.ma.MaskedArray, want an array without a mask: "
+                "it would be ignored"
             )
         return "numpy"
     if torch is not None and issubclass(cls, torch.Tensor):

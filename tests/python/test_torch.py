@@ -414,11 +414,14 @@ def test_double_backward_says_so():
 def test_deterministic_algorithms_are_asked_for(enabled, monkeypatch):
     """A GPU's gradients depend on it; here one sees what the functions hand on."""
     asked = []
+    attend = fgt._attention.attend
+
+    def noted(*call):
+        asked.append(call[3][-1])
+        return attend(*call)
+
     for module in (fgt._flash_attn, fgt._attention):
-        attend = module.attend
-        monkeypatch.setattr(
-            module, "attend", lambda *call, attend=attend: asked.append(call[3][-1]) or attend(*call)
-        )
+        monkeypatch.setattr(module, "attend", noted)
     q, k, v = qkv()
     torch.use_deterministic_algorithms(enabled)
     try:
