@@ -318,8 +318,9 @@ def test_flops_are_counted_as_pytorchs_are():
     """Of sequences of the same length, and of packed ones, each of which counts for itself."""
     inputs = qkv(heads_k=4)
     heads_first = [x.transpose(1, 2) for x in inputs]
-    want = flops(lambda: sdpa(*heads_first).sum().backward())
-    assert want > 0
+    want = 2 * (2 * 4 * 13 * 17) * (2 + 5) * 8
+    if SINCE_2_5:  # PyTorch 2.4 knows no FLOPs of its own attention on a CPU
+        assert flops(lambda: sdpa(*heads_first).sum().backward()) == want
     for _ in range(2):  # the second call would have a plan
         assert flops(lambda: fgt.flash_attn_func(*inputs).sum().backward()) == want
         call = lambda: fgt.scaled_dot_product_attention(*heads_first).sum().backward()

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ._operators import backward_op, forward_op
+from . import _operators as _operators
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, options: tuple[Any, ...]) -> int:
@@ -32,14 +32,14 @@ def _pairs(q: torch.Tensor, k: torch.Tensor, options: tuple[Any, ...]) -> int:
     return heads * int((lengths[0] * lengths[1]).sum())
 
 
-@register_flop_formula(forward_op.overloadpacket, get_raw=True)
+@register_flop_formula(torch.ops.flashgrad.forward, get_raw=True)
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any, **results: Any
 ) -> int:
     return 2 * _pairs(q, k, options) * (q.shape[-1] + v.shape[-1])
 
 
-@register_flop_formula(backward_op.overloadpacket, get_raw=True)
+@register_flop_formula(torch.ops.flashgrad.backward, get_raw=True)
 def _backward(
     dout: Any,
     dlse: Any,
@@ -52,3 +52,8 @@ def _backward(
     **results: Any,
 ) -> int:
     return 2 * _pairs(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+# PyTorch 2.4 registers overloads, and then looks for the packet of them.
+flop_registry.setdefault(torch.ops.flashgrad.forward, _forward)
+flop_registry.setdefault(torch.ops.flashgrad.backward, _backward)
