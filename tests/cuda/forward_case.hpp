@@ -50,6 +50,8 @@ struct Case {
 };
 
 std::vector<Case> cases();
+// Those whose keys are cut (fwd_split.hpp).
+std::vector<Case> split_cases();
 // The smallest that reach every kernel with more blocks than stages, for compute-sanitizer
 // (sanitize.sh), under which a tile takes a thousand times as long.
 std::vector<Case> short_cases();

@@ -183,9 +183,11 @@ class Sequences {
 
 bool forward_is_invariant(const Kernel& kernel) {
   const std::vector<Lengths> lengths = {
-      {64, 64},     {1, 1},     {37, 61}, {128, 100},  {200, 256},  {17, 0}, {256, 130},
-      {1024, 1024}, {300, 451}, {1, 700}, {2000, 900}, {200, 2100}, {64, 64}};
-  const std::vector<int> few = {0, 1, 2, 3, 4, 5, 6, 12};  // up to 256 rows and keys
+      {64, 64},     {1, 1},     {37, 61},   {128, 100},  {200, 256},  {17, 0},  {256, 130},
+      {1024, 1024}, {300, 451}, {1, 700},   {2000, 900}, {200, 2100}, {64, 64}, {1, 2999},
+      {16, 1700},   {3, 801},   {16, 1279}, {9, 2100},   {17, 1599}};
+  const std::vector<int> few = {0, 1, 2, 3, 4, 5, 6, 12};           // up to 256 rows and keys
+  const std::vector<int> of_few_rows = {13, 1, 14, 15, 16, 17, 9};  // up to 16
   std::vector<int> all;
   std::vector<Placement> alone;
   for (std::size_t i = 0; i < lengths.size(); ++i) {
@@ -197,12 +199,14 @@ bool forward_is_invariant(const Kernel& kernel) {
     many.insert(many.end(), all.begin(), all.end());
   }
   const std::vector<Placement> batches = {{"two of a length", {0, 12}, false, {64, 64}},
-                                          {"padded to the longest", all, false, {2000, 2100}},
+                                          {"padded to the longest", all, false, {2000, 2999}},
                                           {"padded to 256", few, false, {256, 256}},
-                                          {"packed", all, true, {2000, 2100}},
-                                          {"packed, many", many, true, {2000, 2100}},
+                                          {"packed", all, true, {2000, 2999}},
+                                          {"packed, many", many, true, {2000, 2999}},
                                           {"packed, short", few, true, {256, 256}},
-                                          {"packed, short, no bound", few, true, {703, 612}}};
+                                          {"packed, short, no bound", few, true, {703, 612}},
+                                          {"few rows, padded", of_few_rows, false, {16, 2999}},
+                                          {"few rows, packed", of_few_rows, true, {16, 2999}}};
   struct Masked {
     const char* name;
     BandMask mask;

@@ -2,12 +2,13 @@
 // Checks the sm90 forward against a float64 textbook on the host: out, lse, zeros, NaN, padding,
 // and the same bits twice and wherever a sequence lies. Calls the backend itself, so it needs no
 // library and no framework.
-//   sm90_forward [check|short] [KERNEL...]   cases() or short_cases(); names of kKernels, default:
-//   all
+//   sm90_forward [check|split|short] [KERNEL...]   all cases, split_cases() or short_cases(); names
+//   of kKernels, default: all
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "cuda/sm90/sm90_backend.hpp"
 #include "forward_call.hpp"
@@ -51,10 +52,18 @@ int main(int argc, char** argv) {
     std::printf("skipped: %s\n", flashgrad::sm90_backend.detail());
     return 77;
   }
-  const bool is_short = argc > 1 && std::strcmp(argv[1], "short") == 0;
-  char** const names =
-      argv + (is_short || (argc > 1 && std::strcmp(argv[1], "check") == 0) ? 2 : 1);
+  const auto asks = [&](const char* mode) { return argc > 1 && std::strcmp(argv[1], mode) == 0; };
+  const bool is_short = asks("short");
+  const bool is_split = asks("split");
+  char** const names = argv + (is_short || is_split || asks("check") ? 2 : 1);
   char** const end = argv + argc;
+  std::vector<flashgrad::Case> list = is_short   ? flashgrad::short_cases()
+                                      : is_split ? flashgrad::split_cases()
+                                                 : flashgrad::cases();
+  if (!is_short && !is_split) {
+    const std::vector<flashgrad::Case> split = flashgrad::split_cases();
+    list.insert(list.end(), split.begin(), split.end());
+  }
   int failed = 0;
   int count = 0;
   for (const auto& kernel : flashgrad::kKernels) {
@@ -63,7 +72,7 @@ int main(int argc, char** argv) {
         })) {
       continue;
     }
-    for (const auto& c : is_short ? flashgrad::short_cases() : flashgrad::cases()) {
+    for (const flashgrad::Case& c : list) {
       failed += flashgrad::run_case(kernel, c) ? 0 : 1;
       ++count;
       std::fflush(stdout);

@@ -12,6 +12,7 @@
 #include "cuda/sm90/fwd_launch.hpp"
 #include "cuda/sm90/fwd_prepare.cuh"
 #include "cuda/sm90/fwd_short_launch.hpp"
+#include "cuda/sm90/fwd_split_launch.hpp"
 #include "cuda/sm90/fwd_tile_rows.hpp"
 
 namespace flashgrad::sm90 {
@@ -44,13 +45,15 @@ std::int64_t num_query_blocks(const Problem& p, int block_m) {
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kNextWork = 0;
 constexpr std::size_t kNumPackedTiles = 4;
+constexpr std::size_t kAnyCut = 8;
 constexpr std::size_t kPackedTiles = kAlignment;
 
 constexpr std::size_t round_up(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-std::size_t workspace_end(const Problem& p, int block_m) {
+// Where the parts of rows whose keys are cut begin.
+std::size_t parts_offset(const Problem& p, int block_m) {
   const std::int64_t tiles = p.packed ? p.heads_q * num_query_blocks(p, block_m) : 0;
   return kPackedTiles + round_up(static_cast<std::size_t>(tiles) * sizeof(PackedTile));
 }
@@ -107,6 +110,12 @@ FwdParams make_params(const Problem& p, const Args& args, int block_m, int l2_by
   return params;
 }
 
+// Whether it shows, without a look at the device, that no sequence has fewer rows than keys.
+bool same_lengths(const Problem& p, const Args& args) {
+  return p.packed && args.cu_seqlens_q == args.cu_seqlens_kv && p.seqlen_q >= p.seqlen_kv &&
+         !p.has_seqused_q;
+}
+
 template <FwdVariant kVariant, class T>
 Status launch_main(bool score_function, std::int64_t num_ctas, bool follows_prepare,
                    const FwdMaps& maps, const FwdParams& params, void* stream) {
@@ -147,11 +156,13 @@ Status supports_forward(const Problem& p) {
                        std::to_string(blocks) + " blocks of " + std::to_string(block_m) +
                        " rows, want fewer than 2^31 blocks");
   }
-  return {};
+  return supports_split(p, kFwdConfigs[find_variant(p)].block_n);
 }
 
 WorkspaceSize forward_workspace_size(const Problem& p) {
-  const std::size_t bytes = workspace_end(p, kFwdConfigs[find_variant(p)].block_m()) + kAlignment;
+  const int variant = find_variant(p);
+  const std::size_t bytes = parts_offset(p, kFwdConfigs[variant].block_m()) +
+                            split_workspace_bytes(p, kFwdConfigs[variant].block_n) + kAlignment;
   return {bytes, bytes};
 }
 
@@ -181,8 +192,63 @@ Status launch_forward(const Problem& p, const Args& args) {
   params.k = args.k;
   params.v = args.v;
   const auto arithmetic = static_cast<FwdVariant>(variant);
-  if (is_short_forward(p, arithmetic)) {
+  SplitUse use = split_use(p, config.block_n);
+  if (use == SplitUse::kCut && same_lengths(p, args)) {
+    use = SplitUse::kNone;
+  }
+  params.leaves_cut = use == SplitUse::kCut;
+  if (use == SplitUse::kNone && is_short_forward(p, arithmetic)) {
     return launch_short_forward(p, arithmetic, needs_score_function(p), params, args.stream);
+  }
+  params.next_work = reinterpret_cast<std::uint32_t*>(start + kNextWork);
+  auto* const num_packed_tiles = reinterpret_cast<std::uint32_t*>(start + kNumPackedTiles);
+  // The main kernel's; the split one finds its own.
+  auto* const packed_tiles = p.packed && use != SplitUse::kAll
+                                 ? reinterpret_cast<PackedTile*>(start + kPackedTiles)
+                                 : nullptr;
+  params.packed_tiles = packed_tiles;
+  params.num_packed_tiles = num_packed_tiles;
+  auto* const any_cut =
+      use == SplitUse::kCut ? reinterpret_cast<std::uint32_t*>(start + kAnyCut) : nullptr;
+  const std::int64_t tiles =
+      static_cast<std::int64_t>(params.num_m_blocks) * params.order.num_units;
+  const bool has_prepare = p.packed || p.has_seqused_q;
+  if (has_prepare) {
+    const FwdPrepareParams prepare{.sequences = params.sequences,
+                                   .out = args.out,
+                                   .lse = args.lse,
+                                   .heads_q = p.heads_q,
+                                   .head_dim_v = p.head_dim_v,
+                                   .num_rows = num_rows,
+                                   .pass = make_packed_pass(p, config, device),
+                                   .packed_capacity = static_cast<std::uint32_t>(tiles),
+                                   .packed_tiles = packed_tiles,
+                                   .num_packed_tiles = num_packed_tiles,
+                                   .next_work = params.next_work,
+                                   .block_n = config.block_n,
+                                   .any_cut = any_cut};
+    constexpr std::int64_t kWarps = kFwdPrepareThreads / 32;
+    const std::int64_t ctas =
+        std::min<std::int64_t>((num_rows + kWarps - 1) / kWarps, 2 * device.num_multiprocessors);
+    FG_RETURN_IF_ERROR(cuda::launch("sm90 forward prepare", fwd_prepare,
+                                    {.num_ctas = 1 + ctas, .num_threads = kFwdPrepareThreads},
+                                    args.stream, prepare));
+  } else if (use != SplitUse::kAll) {
+    FG_RETURN_IF_ERROR(cuda::check(cudaMemsetAsync(params.next_work, 0, sizeof(std::uint32_t),
+                                                   static_cast<cudaStream_t>(args.stream)),
+                                   "sm90 forward work list"));
+  }
+  const auto launch_split = [&] {
+    return launch_split_forward(
+        p, arithmetic, needs_score_function(p), params,
+        {.parts = reinterpret_cast<void*>(start + parts_offset(p, config.block_m())),
+         .any_cut = any_cut,
+         .overlaps_predecessor = has_prepare,
+         .num_multiprocessors = device.num_multiprocessors},
+        args.stream);
+  };
+  if (use == SplitUse::kAll) {
+    return launch_split();
   }
   FwdMaps maps{};
   if (p.seqlen_kv > 0 && p.batch > 0) {
@@ -198,44 +264,13 @@ Status launch_forward(const Problem& p, const Args& args) {
       FG_RETURN_IF_ERROR(map(params.out, cuda::out_extents(p), 16, kFwdMapOut, &maps.out));
     }
   }
-  params.next_work = reinterpret_cast<std::uint32_t*>(start + kNextWork);
-  auto* const num_packed_tiles = reinterpret_cast<std::uint32_t*>(start + kNumPackedTiles);
-  auto* const packed_tiles =
-      p.packed ? reinterpret_cast<PackedTile*>(start + kPackedTiles) : nullptr;
-  params.packed_tiles = packed_tiles;
-  params.num_packed_tiles = num_packed_tiles;
-  const std::int64_t tiles =
-      static_cast<std::int64_t>(params.num_m_blocks) * params.order.num_units;
-  const bool has_prepare = p.packed || p.has_seqused_q;
-  if (has_prepare) {
-    const FwdPrepareParams prepare{.sequences = params.sequences,
-                                   .out = args.out,
-                                   .lse = args.lse,
-                                   .heads_q = p.heads_q,
-                                   .head_dim_v = p.head_dim_v,
-                                   .num_rows = num_rows,
-                                   .pass = make_packed_pass(p, config, device),
-                                   .packed_capacity = static_cast<std::uint32_t>(tiles),
-                                   .packed_tiles = packed_tiles,
-                                   .num_packed_tiles = num_packed_tiles,
-                                   .next_work = params.next_work};
-    constexpr std::int64_t kWarps = kFwdPrepareThreads / 32;
-    const std::int64_t ctas =
-        std::min<std::int64_t>((num_rows + kWarps - 1) / kWarps, 2 * device.num_multiprocessors);
-    FG_RETURN_IF_ERROR(cuda::launch("sm90 forward prepare", fwd_prepare,
-                                    {.num_ctas = 1 + ctas, .num_threads = kFwdPrepareThreads},
-                                    args.stream, prepare));
-  } else {
-    FG_RETURN_IF_ERROR(cuda::check(cudaMemsetAsync(params.next_work, 0, sizeof(std::uint32_t),
-                                                   static_cast<cudaStream_t>(args.stream)),
-                                   "sm90 forward work list"));
-  }
   const std::int64_t num_ctas = std::min<std::int64_t>(tiles, device.num_multiprocessors);
-  return p.dtype == DType::kBF16
-             ? launch_main<__nv_bfloat16>(variant, needs_score_function(p), num_ctas, has_prepare,
-                                          maps, params, args.stream)
-             : launch_main<__half>(variant, needs_score_function(p), num_ctas, has_prepare, maps,
-                                   params, args.stream);
+  FG_RETURN_IF_ERROR(p.dtype == DType::kBF16
+                         ? launch_main<__nv_bfloat16>(variant, needs_score_function(p), num_ctas,
+                                                      has_prepare, maps, params, args.stream)
+                         : launch_main<__half>(variant, needs_score_function(p), num_ctas,
+                                               has_prepare, maps, params, args.stream));
+  return use == SplitUse::kCut ? launch_split() : Status{};
 }
 
 }  // namespace flashgrad::sm90

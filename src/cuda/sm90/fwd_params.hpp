@@ -46,6 +46,7 @@ struct FwdParams {
   bool out_vectors;       // rows of out can be written 16 bytes at a time
   // Behind a sequence's last key may lie anything, not only the zeros of the copy engine.
   bool clear_values;
+  bool leaves_cut;      // sequences whose keys are cut (fwd_split.hpp) are another kernel's
   float scale_log2;     // scale * log2(e), positive without a score function
   float scale_softcap;  // scale / softcap
   float softcap_log2;   // softcap * log2(e); 0: none

@@ -9,6 +9,7 @@
 
 #include "cuda/ptx/sync.cuh"
 #include "cuda/sm90/fwd_params.hpp"
+#include "cuda/sm90/fwd_split.hpp"
 #include "cuda/sm90/packed_order.cuh"
 
 namespace flashgrad::sm90 {
@@ -53,10 +54,12 @@ struct FwdPrepareParams {
   PackedTile* packed_tiles;         // (packed_capacity), to be made; null: fixed length
   std::uint32_t* num_packed_tiles;  // likewise
   std::uint32_t* next_work;         // becomes 0
+  std::int32_t block_n;             // of the main kernel
+  std::uint32_t* any_cut;  // becomes whether the keys of a sequence are cut; null: not asked
 };
 
 // CTA 0 makes the order of the tiles; the others, a warp a row, write out = 0 and lse = -inf where
-// a row is not used.
+// a row is not used. CTA 1 also looks for sequences that are cut.
 static __global__ void __launch_bounds__(kFwdPrepareThreads, 1)
     fwd_prepare(const __grid_constant__ FwdPrepareParams p) {
   ptx::grid_dependency_launch();
@@ -69,6 +72,17 @@ static __global__ void __launch_bounds__(kFwdPrepareThreads, 1)
                                             p.num_packed_tiles);
     }
     return;
+  }
+  if (blockIdx.x == 1 && p.any_cut != nullptr) {
+    const std::int64_t num_spans = p.sequences.batch + (p.sequences.packed() ? 2 : 0);
+    bool cut = false;
+    for (std::int64_t span = threadIdx.x; span < num_spans; span += kFwdPrepareThreads) {
+      cut = cut || key_chunks(sequence_span(p.sequences, span).band, p.block_n).count > 1;
+    }
+    cut = __syncthreads_or(cut ? 1 : 0) != 0;
+    if (threadIdx.x == 0) {
+      *p.any_cut = cut ? 1 : 0;
+    }
   }
   const int lane = static_cast<int>(threadIdx.x) % 32;
   constexpr std::int64_t kWarps = kFwdPrepareThreads / 32;

@@ -8,6 +8,7 @@
 #include "core/mask.hpp"
 #include "cuda/sm90/fwd_params.hpp"
 #include "cuda/sm90/fwd_schedule.hpp"
+#include "cuda/sm90/fwd_split.hpp"
 
 namespace flashgrad::sm90 {
 
@@ -64,8 +65,11 @@ __device__ __forceinline__ bool make_tile(const FwdParams& p, std::uint32_t work
     head = static_cast<std::int32_t>(unit % p.heads_q);
   }
   const SequenceSpan s = sequence_span(p.sequences, span);
-  const FwdRows rows = tile_rows(s.band.seqlen_q, static_cast<std::int32_t>(p.block_m),
-                                 static_cast<std::int32_t>(m_block), p.incomplete_first);
+  FwdRows rows = tile_rows(s.band.seqlen_q, static_cast<std::int32_t>(p.block_m),
+                           static_cast<std::int32_t>(m_block), p.incomplete_first);
+  if (p.leaves_cut && key_chunks(s.band, kBlockN).count > 1) {
+    rows.end = rows.begin;
+  }
 
   // A lane for each consumer, and one for the tile.
   constexpr int kParts = kBlockM / 64;
