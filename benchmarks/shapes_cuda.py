@@ -102,6 +102,9 @@ def all_shapes():
     yield Shape(4, 128, 16384, 16, 16, 128)
     yield Shape(4, 16384, 128, 16, 16, 128)
     yield Shape(2, 1, 16384, 16, 4, 128)
+    yield Shape(1, 1, 131072, 32, 8, 128)
+    yield Shape(8, 1, 4096, 16, 16, 128)
+    yield Shape(8, 16, 4096, 32, 8, 128)
     yield Shape(2, 77, 4096, 10, 10, 64)
     yield Shape(2, 4096, 77, 10, 10, 64)
     for head_dim in (40, 72, 80, 96, 112, 160, 192, 256):
