@@ -54,22 +54,6 @@ Status encode(const Tensor& tensor, cuuint32_t rank, const cuuint64_t* dims,
   return {};
 }
 
-bool can_map(const Tensor& tensor, const Extents& extents) {
-  constexpr std::int64_t kMaxExtent = std::int64_t{1} << 31;
-  constexpr std::int64_t kMaxStride = std::int64_t{1} << 40;
-  if (tensor.data == nullptr || size_bytes(tensor.dtype) != 2 ||
-      reinterpret_cast<std::uintptr_t>(tensor.data) % 16 != 0 ||
-      (tensor.dim_stride != 1 && extents.columns > 1)) {
-    return false;
-  }
-  const auto legal = [](std::int64_t extent, std::int64_t stride) {
-    return extent >= 1 && extent < kMaxExtent &&
-           (extent == 1 || (stride >= 0 && 2 * stride < kMaxStride && stride % 8 == 0));
-  };
-  return legal(extents.rows, tensor.row_stride) && legal(extents.heads, tensor.head_stride) &&
-         legal(extents.batch, tensor.batch_stride);
-}
-
 Status encode_plain(const Tensor& tensor, const Extents& extents, int box_rows, cuuint32_t rank,
                     CUtensorMap* map) {
   const auto fallback = (2 * extents.columns + 15) / 16 * 16;
@@ -110,6 +94,22 @@ Extents v_extents(const Problem& p) {
 }
 Extents out_extents(const Problem& p) {
   return {p.packed ? 1 : p.batch, p.seqlen_q, p.heads_q, p.head_dim_v};
+}
+
+bool can_map(const Tensor& tensor, const Extents& extents) {
+  constexpr std::int64_t kMaxExtent = std::int64_t{1} << 31;
+  constexpr std::int64_t kMaxStride = std::int64_t{1} << 40;
+  if (tensor.data == nullptr || size_bytes(tensor.dtype) != 2 ||
+      reinterpret_cast<std::uintptr_t>(tensor.data) % 16 != 0 ||
+      (tensor.dim_stride != 1 && extents.columns > 1)) {
+    return false;
+  }
+  const auto legal = [](std::int64_t extent, std::int64_t stride) {
+    return extent >= 1 && extent < kMaxExtent &&
+           (extent == 1 || (stride >= 0 && 2 * stride < kMaxStride && stride % 8 == 0));
+  };
+  return legal(extents.rows, tensor.row_stride) && legal(extents.heads, tensor.head_stride) &&
+         legal(extents.batch, tensor.batch_stride);
 }
 
 Status make_map(const Tensor& tensor, const Extents& extents, int box_rows, MapKind kind,

@@ -38,9 +38,12 @@ enum class MapKind {
 };
 inline constexpr int kRaggedRows = 1 << 30;
 
-// Encodes a map of the tensor, and adds `bit` to *mapped, if the copy engine can address it: 16-bit
-// elements, contiguous columns, base and strides multiples of 16 bytes, strides from 0 to below
-// 2^40 bytes (a ragged tensor's rows, 2^34), extents within 32 bits.
+// Whether the copy engine can address the tensor: 16-bit elements, contiguous columns, base and
+// strides multiples of 16 bytes, strides from 0 to below 2^40 bytes, extents within 32 bits.
+bool can_map(const Tensor& tensor, const Extents& extents);
+
+// Encodes a map of the tensor, and adds `bit` to *mapped, if can_map(); a ragged tensor's rows have
+// strides below 2^34 bytes.
 Status make_map(const Tensor& tensor, const Extents& extents, int box_rows, MapKind kind,
                 std::uint32_t bit, CUtensorMap* map, std::uint32_t* mapped);
 

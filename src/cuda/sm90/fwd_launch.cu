@@ -13,6 +13,8 @@
 #include "cuda/sm90/fwd_prepare.cuh"
 #include "cuda/sm90/fwd_short_launch.hpp"
 #include "cuda/sm90/fwd_split_launch.hpp"
+#include "cuda/sm90/fwd_stream_launch.hpp"
+#include "cuda/sm90/fwd_stream_plan.hpp"
 #include "cuda/sm90/fwd_tile_rows.hpp"
 
 namespace flashgrad::sm90 {
@@ -197,6 +199,13 @@ Status launch_forward(const Problem& p, const Args& args) {
     use = SplitUse::kNone;
   }
   params.leaves_cut = use == SplitUse::kCut;
+  if (use == SplitUse::kNone) {
+    if (const auto stream_variant = stream_forward_variant(p, arithmetic);
+        stream_variant && can_stream_forward(p, params)) {
+      return launch_stream_forward(p, *stream_variant, needs_score_function(p), params,
+                                   device.num_multiprocessors, args.stream);
+    }
+  }
   if (use == SplitUse::kNone && is_short_forward(p, arithmetic)) {
     return launch_short_forward(p, arithmetic, needs_score_function(p), params, args.stream);
   }

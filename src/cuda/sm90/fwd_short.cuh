@@ -26,6 +26,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/divisor.hpp"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/matrix.cuh"
 #include "cuda/ptx/sync.cuh"
@@ -111,22 +112,11 @@ __device__ __forceinline__ void zero_rows(std::uint32_t tile_address, int begin,
   __syncthreads();
 }
 
-// Divides 32-bit numbers by one that the host knows, exactly.
-struct Divisor {
-  std::uint32_t divisor;
-  std::uint64_t reciprocal;  // 2^64 / divisor, rounded up
-
-  explicit Divisor(std::uint32_t d) : divisor(d), reciprocal(UINT64_MAX / d + 1) {}
-  __device__ __forceinline__ std::uint32_t quotient(std::uint32_t n) const {
-    return divisor == 1 ? n : static_cast<std::uint32_t>(__umul64hi(n, reciprocal));
-  }
-};
-
 struct FwdShortParams {
-  FwdParams base;           // block_m is kBlockM
-  std::uint32_t num_tiles;  // CTAs from there on clear rows that belong to no sequence
-  Divisor heads;            // query heads
-  Divisor of_sequence;      // tiles of a sequence
+  FwdParams base;             // block_m is kBlockM
+  std::uint32_t num_tiles;    // CTAs from there on clear rows that belong to no sequence
+  cuda::Divisor heads;        // query heads
+  cuda::Divisor of_sequence;  // tiles of a sequence
   bool few_rows;  // what a load by the copy engine brings: kFewRows rows, or all of a tile's
   // Nothing on the device says anything about the sequences: each has this band and the key blocks
   // of each of its tiles.

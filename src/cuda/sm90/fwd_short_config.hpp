@@ -40,14 +40,17 @@ struct FwdShortConfig {
   }
 };
 
-enum class FwdShortVariant : int { kD64Keys64, kD64, kD96, kD128 };
+enum class FwdShortVariant : int {
+#define FG_FWD_SHORT_VARIANT(name, ...) name,
+#include "cuda/sm90/fwd_short_variants.def"
+#undef FG_FWD_SHORT_VARIANT
+};
 
-// Narrowest first.
 inline constexpr FwdShortConfig kFwdShortConfigs[] = {
-    {FwdVariant::kD64, 64, 5, 4},
-    {FwdVariant::kD64, fwd_config(FwdVariant::kD64).block_n, 4, 3},
-    {FwdVariant::kD96, fwd_config(FwdVariant::kD96).block_n, 3, 3},
-    {FwdVariant::kD128, fwd_config(FwdVariant::kD128).block_n, 3, 3}};
+#define FG_FWD_SHORT_VARIANT(name, ...) FwdShortConfig{__VA_ARGS__},
+#include "cuda/sm90/fwd_short_variants.def"
+#undef FG_FWD_SHORT_VARIANT
+};
 
 constexpr const FwdShortConfig& fwd_short_config(FwdShortVariant variant) {
   return kFwdShortConfigs[static_cast<int>(variant)];

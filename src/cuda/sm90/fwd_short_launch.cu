@@ -53,15 +53,11 @@ template <class T>
 Status launch_kernel(int variant, bool score_function, std::int64_t ctas, const FwdMaps& maps,
                      const FwdShortParams& params, void* stream) {
   switch (static_cast<FwdShortVariant>(variant)) {
-    case FwdShortVariant::kD64Keys64:
-      return launch_kernel<FwdShortVariant::kD64Keys64, T>(score_function, ctas, maps, params,
-                                                           stream);
-    case FwdShortVariant::kD64:
-      return launch_kernel<FwdShortVariant::kD64, T>(score_function, ctas, maps, params, stream);
-    case FwdShortVariant::kD96:
-      return launch_kernel<FwdShortVariant::kD96, T>(score_function, ctas, maps, params, stream);
-    case FwdShortVariant::kD128:
-      return launch_kernel<FwdShortVariant::kD128, T>(score_function, ctas, maps, params, stream);
+#define FG_FWD_SHORT_VARIANT(name, ...) \
+  case FwdShortVariant::name:           \
+    return launch_kernel<FwdShortVariant::name, T>(score_function, ctas, maps, params, stream);
+#include "cuda/sm90/fwd_short_variants.def"
+#undef FG_FWD_SHORT_VARIANT
   }
   return {FG_INTERNAL_ERROR, "sm90 forward: no such variant"};
 }
@@ -87,16 +83,17 @@ Status launch_short_forward(const Problem& p, FwdVariant arithmetic, bool score_
   const int variant = find_variant(p, arithmetic);
   const FwdShortConfig& config = kFwdShortConfigs[variant];
   const auto blocks = static_cast<std::uint32_t>(num_m_blocks(p));
-  FwdShortParams params{.base = base,
-                        .num_tiles = static_cast<std::uint32_t>(num_tiles(p)),
-                        .heads = Divisor(static_cast<std::uint32_t>(p.heads_q)),
-                        .of_sequence = Divisor(static_cast<std::uint32_t>(p.heads_q) * blocks),
-                        .few_rows = p.packed && std::max(p.max_seqlen_q, p.max_seqlen_kv) <=
-                                                    2 * FwdShortConfig::kFewRows,
-                        .all_equal = !p.packed && !p.has_seqused_q && !p.has_seqused_kv &&
-                                     !p.has_q_offset && blocks <= FwdShortConfig::kMaxBlocks,
-                        .band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv),
-                        .blocks = {}};
+  FwdShortParams params{
+      .base = base,
+      .num_tiles = static_cast<std::uint32_t>(num_tiles(p)),
+      .heads = cuda::Divisor(static_cast<std::uint32_t>(p.heads_q)),
+      .of_sequence = cuda::Divisor(static_cast<std::uint32_t>(p.heads_q) * blocks),
+      .few_rows =
+          p.packed && std::max(p.max_seqlen_q, p.max_seqlen_kv) <= 2 * FwdShortConfig::kFewRows,
+      .all_equal = !p.packed && !p.has_seqused_q && !p.has_seqused_kv && !p.has_q_offset &&
+                   blocks <= FwdShortConfig::kMaxBlocks,
+      .band = Band::of(p.mask, p.seqlen_q, p.seqlen_kv),
+      .blocks = {}};
   FwdParams& b = params.base;
   b.block_m = FwdShortConfig::kBlockM;
   b.num_m_blocks = blocks;

@@ -90,14 +90,15 @@ __device__ __forceinline__ void store_out(const std::uint32_t (&pairs)[kColumns 
   }
 }
 
-// Writes the 16 rows of a warp by the copy engine, from `staged`, a tile of (16, kColumns) that
-// belongs to the warp.
-template <int kColumns>
+// Writes the 16 rows of a warp by the copy engine, from rows [first_row, first_row + 16) of
+// `staged`, a tile of (kRows, kColumns), which belong to the warp.
+template <int kColumns, int kRows>
 __device__ __forceinline__ void copy_out(const std::uint32_t (&pairs)[kColumns / 4],
-                                         std::uint32_t staged, const CUtensorMap& map, int row,
-                                         int head, int batch) {
-  using Tile = tile::SwizzledTile<16>;
+                                         std::uint32_t staged, int first_row,
+                                         const CUtensorMap& map, int row, int head, int batch) {
+  using Tile = tile::SwizzledTile<kRows>;
   const int lane = ptx::thread_index() % 32;
+  staged += first_row * tile::kBoxRowBytes;
   if (lane == 0) {
     ptx::bulk_wait_read<0>();  // for the copy of the tile before
   }
@@ -239,8 +240,8 @@ struct CopyOfRows {
   template <int kColumns>
   __device__ __forceinline__ void copy(const std::uint32_t (&pairs)[kColumns / 4],
                                        const FwdTile& tile, int warp) const {
-    copy_out<kColumns>(pairs, shared.out(warp), maps.out, tile.q_row + 16 * warp, tile.head,
-                       tile.batch);
+    copy_out<kColumns, 16>(pairs, shared.out(warp), 0, maps.out, tile.q_row + 16 * warp, tile.head,
+                           tile.batch);
   }
 };
 
