@@ -136,20 +136,22 @@ std::vector<KernelTime> main_kernels(const Call& call, const Device& device) {
   }
   Problem p = problem.to_problem();
   p.deterministic = call.deterministic;
-  const Kernel& kernel = sm90_backward_variant(sm90::find_variant(p, call.deterministic));
+  const int variant = sm90::find_variant(p, call.deterministic);
+  const bool takes_turns = sm90::kBwdConfigs[variant].ordered;
+  const Kernel& kernel = sm90_backward_variant(variant);
   const int processors = sms / kernel.ctas;
   const TileSize tile{.keys = kernel.keys,
                       .cluster = kernel.ctas,
                       .max_round = std::clamp(sms / (2 * kernel.ctas), 1, 32),
                       .slots = processors};
   const bool serves = call.may_serve && planned_section(problem, tile) > 0;
-  const Policy& policy = find_policy(true, call.deterministic ? "turns-sm90"
-                                           : serves           ? "units"
-                                                              : "sections");
+  const Policy& policy = find_policy(true, takes_turns ? "turns-sm90"
+                                           : serves    ? "units"
+                                                       : "sections");
   problem.section = kernel_section(problem, policy, tile, processors, device.l2_bytes);
   TileTiming t = tile_timing(kernel, device);
   Machine machine = machine_of(processors, t);
-  if (call.deterministic) {
+  if (takes_turns) {
     const TileTiming turns = turn_timing(kernel, device);
     machine.tile_cycles += turns.tile;
     machine.turn_cycles = turns.step;

@@ -32,6 +32,8 @@ ServedUnits served_units(const ScheduleProblem& problem, const TileSize& tile) {
   ServedUnits units;
   if (plan.variant < 0) {
     units.why_not = "above head_dim 128 the backward runs in passes";
+  } else if (plan.whole()) {
+    units.why_not = "its tiles hold all keys of a sequence, so that dq is not summed";
   } else if (p.packed) {
     units.why_not = "the sequences of a packed batch are one unit";
   } else if (!sm90::has_long_tiles(p)) {
@@ -83,7 +85,8 @@ EndBytes end_bytes(const ScheduleProblem& problem, const Policy& policy, const T
                           static_cast<double>(p.head_dim + p.head_dim_v);
     ends.sum = elements * 4 + elements / static_cast<double>(problem.head_parts) * 2;
   }
-  if (policy.turns == Policy::Turns::kKernel) {
+  const sm90::BwdPlan plan = plan_of(p, tile);
+  if (policy.turns == Policy::Turns::kKernel || plan.whole()) {
     ends.prepare = dout_and_out(rows);
     return ends;
   }
@@ -94,7 +97,6 @@ EndBytes end_bytes(const ScheduleProblem& problem, const Policy& policy, const T
                    static_cast<double>(units.slots) * units.slot_bytes;
     return ends;
   }
-  const sm90::BwdPlan plan = plan_of(p, tile);
   const double sums = static_cast<double>(sm90::num_units(p)) * slot_bytes(p, plan);
   ends.prepare = dout_and_out(rows) + sums;
   ends.finish = sums + rows * 2 * static_cast<double>(p.head_dim);

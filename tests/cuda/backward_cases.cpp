@@ -256,6 +256,67 @@ std::vector<Case> cases() {
         [](Case& c) { c.p.deterministic = true; });
     add("ring of parts", problem(kB, 40, 200, 300, 8, 1, d, d), kCausal);
   }
+  // All keys of a sequence in one tile, or in a cluster: the main kernel writes dq.
+  struct Whole {
+    int d, keys;
+  };
+  for (const auto& [d, keys] : {Whole{64, 250}, Whole{96, 126}, Whole{128, 120}, Whole{128, 250}}) {
+    add("whole full", problem(kB, 3, 300, keys, 3, 3, d, d), kFull);
+    add("whole full f16", problem(kH, 2, 257, keys, 4, 2, d, d), kFull);
+    add("whole causal", problem(kH, 2, keys + 60, keys, 2, 2, d, d), kCausal);
+    add("whole causal top-left", problem(kB, 2, 400, keys, 4, 2, d, d), kCausalTop);
+    add("whole causal gqa 8/2", problem(kB, 40, keys, keys, 8, 2, d, d), kCausal);
+    add("whole, many rows", problem(kB, 2, 1500, keys, 6, 1, d, d), kFull);
+    add("whole window", problem(kB, 2, 300, keys, 4, 2, d, d),
+        BandMask{70, 20, Alignment::kTopLeft});
+    add("whole empty band", problem(kB, 1, 300, keys, 2, 2, d, d),
+        BandMask{-1, -1, Alignment::kBottomRight});
+    add("whole one row", problem(kB, 3, 1, keys, 2, 2, d, d), kFull);
+    add("whole narrow", problem(kB, 2, 300, keys, 4, 2, d - 16, d - 8), kCausal);
+    add("whole odd widths", problem(kB, 2, 300, keys, 4, 2, d - 3, d - 5), kCausal);
+    add("whole odd strides", problem(kB, 2, 300, keys, 4, 2, d, d), kCausal,
+        [](Case& c) { c.head_pad = 3; });
+    add("whole strides", problem(kB, 2, 300, keys, 4, 4, d, d), kCausal, [](Case& c) {
+      c.head_pad = 8;
+      c.row_pad = 64;
+    });
+    add("whole f32 dk, dv", problem(kB, 2, 300, keys, 4, 2, d, d), kCausal,
+        [](Case& c) { c.p.dk_dtype = c.p.dv_dtype = DType::kF32; });
+    add("whole keys, f32 dq", problem(kB, 2, 300, keys, 4, 2, d, d), kCausal,
+        [](Case& c) { c.p.dq_dtype = DType::kF32; });
+    add("whole sinks", problem(kB, 2, 300, keys, 4, 2, d, d), kCausal,
+        [](Case& c) { c.p.has_sinks = c.p.wants_dsinks = c.p.has_dlse = true; });
+    add("whole, no dk", problem(kB, 2, 300, keys, 4, 2, d, d), kCausal,
+        [](Case& c) { c.p.wants_dk = false; });
+    add("whole, no dv", problem(kB, 2, 300, keys, 4, 1, d, d), kCausal,
+        [](Case& c) { c.p.wants_dv = false; });
+    add("whole, deterministic, only dq", problem(kB, 2, 300, keys, 4, 2, d, d), kCausal,
+        [](Case& c) {
+          c.p.wants_dk = c.p.wants_dv = false;
+          c.p.deterministic = true;
+        });
+    add("whole seqused, q_offset", problem(kB, 3, 300, keys, 4, 2, d, d), kCausal, [keys](Case& c) {
+      c.seqused_q = {300, 100, 0};
+      c.seqused_kv = {keys - 50, keys, 20};
+      c.q_offset = {30, 200, 0};
+    });
+    for (const bool deterministic : {false, true}) {
+      add(deterministic ? "whole, deterministic" : "whole, empty rows",
+          problem(kB, 2, 451, keys, 6, 2, d, d), kCausal, [deterministic](Case& c) {
+            c.p.deterministic = deterministic;
+            c.plus_inf = true;
+          });
+      add(deterministic ? "whole packed, deterministic" : "whole packed",
+          problem(kB, 0, 0, 0, 4, 2, d, d), kCausal, [=](Case& c) {
+            c.p.deterministic = deterministic;
+            c.max_seqlen = 513;
+            c.lens_q = {0, 100, 64, 1, 300, 5, 513, 20, 0};
+            c.lens_kv = {3, 100, keys, 77, keys - 10, 0, keys - 1, 20, 0};
+            c.seqused_q = {0, 99, 64, 1, 300, 5, 400, 20, 0};
+            c.seqused_kv = {1, 50, keys - 1, 77, keys - 20, 0, keys - 1, 20, 0};
+          });
+    }
+  }
   add("d72", problem(kB, 2, 200, 200, 4, 4, 72, 72), kCausal);
   // The narrowest and the widest of the kernel for 96, and v alone wider than 64.
   add("d65", problem(kH, 2, 200, 300, 4, 2, 65, 65), kCausal);

@@ -13,7 +13,7 @@ std::vector<Case> short_cases() {
   CaseTable table;
   for (const auto& [d, dv] : {std::pair{64, 64}, std::pair{96, 96}, std::pair{128, 128},
                               std::pair{192, 128}, std::pair{192, 192}, std::pair{256, 256}}) {
-    const Problem small = problem(kB, 1, 300, 200, 2, 1, d, dv);
+    const Problem small = problem(kB, 1, 300, 260, 2, 1, d, dv);
     table.add("full", small, kFull);
     table.add("causal", problem(kB, 1, 200, 300, 2, 2, d, dv), kCausal);
     table.add("empty rows", problem(kB, 1, 200, 100, 2, 1, d, dv), kCausal).plus_inf = true;
@@ -54,6 +54,21 @@ std::vector<Case> short_cases() {
       // More tiles than multiprocessors: each CTA makes several.
       table.add("many tiles", problem(kB, 70, 70, 140, 1, 1, d, dv), kFull);
       continue;
+    }
+    // Sequences whose keys fit a tile, or the two of a cluster.
+    for (const std::int64_t keys : {120, 200}) {
+      if (d == 96 && keys > 128) {
+        continue;
+      }
+      const Problem whole = problem(kB, 1, 400, keys, 2, 1, d, dv);
+      table.add("whole full", whole, kFull);
+      table.add("whole causal", whole, kCausal);
+      table.add("whole deterministic", whole, kFull).p.deterministic = true;
+      Case& c = table.add("whole packed", problem(kB, 0, 0, 0, 2, 1, d, dv), window);
+      c.max_seqlen = keys > 128 ? 256 : 128;
+      c.lens_q = {100, 0, 70};
+      c.lens_kv = {static_cast<int>(keys), 2, 70};
+      c.p.has_sinks = c.p.wants_dsinks = c.p.has_dlse = true;
     }
     // Sequences that fit one CTA (bwd_short.cuh), in each of its sizes.
     for (const std::int64_t n : {30, 60, 120}) {

@@ -275,9 +275,9 @@ const char* const kNames[3] = {"dq", "dk", "dv"};
 
 // Each sequence alone, then among others.
 bool invariant(const Shape& shape) {
-  const std::vector<Lengths> lengths = {{1024, 1024}, {300, 451}, {1, 700},    {2100, 2100},
-                                        {64, 64},     {451, 300}, {1500, 257}, {1024, 1024},
-                                        {30, 20},     {256, 128}, {17, 77}};
+  const std::vector<Lengths> lengths = {
+      {1024, 1024}, {300, 451}, {1, 700},   {2100, 2100}, {64, 64},   {451, 300}, {1500, 257},
+      {1024, 1024}, {30, 20},   {256, 128}, {17, 77},     {400, 200}, {700, 120}};
   std::vector<std::vector<std::uint16_t>> alone[3];
   std::string wrong;
   const auto run = [&](Call& call) {

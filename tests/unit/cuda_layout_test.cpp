@@ -151,6 +151,51 @@ TEST(BwdPlan, AWidthRunsInTheNarrowestKernelThatHoldsIt) {
   EXPECT_EQ(width(96, 96), 128);
 }
 
+TEST(BwdPlan, SequencesWhoseKeysFitATileAreWhole) {
+  Problem p;
+  p.dtype = p.dq_dtype = DType::kBF16;
+  p.batch = 4;
+  p.heads_q = p.heads_kv = 16;
+  p.seqlen_q = p.max_seqlen_q = 500;
+  p.wants_dq = p.wants_dk = p.wants_dv = true;
+  // Keys of a whole variant's tile or cluster, or 0.
+  const auto whole_keys = [&p](std::int64_t d, std::int64_t keys) {
+    p.head_dim = p.head_dim_v = d;
+    p.seqlen_kv = p.max_seqlen_kv = keys;
+    const sm90::BwdPlan plan = sm90::make_plan(p, 132);
+    if (!plan.whole()) {
+      return std::int64_t{0};
+    }
+    EXPECT_FALSE(plan.accumulates_dq(p) || plan.ordered() || plan.units.serves());
+    return sm90::keys_per_tile(plan);
+  };
+  for (const bool deterministic : {false, true}) {
+    p.deterministic = deterministic;
+    EXPECT_EQ(whole_keys(64, 256), 256);
+    EXPECT_EQ(whole_keys(64, 257), 0);
+    EXPECT_EQ(whole_keys(96, 128), 128);
+    EXPECT_EQ(whole_keys(96, 129), 0);
+    EXPECT_EQ(whole_keys(128, 128), 128);
+    EXPECT_EQ(whole_keys(128, 129), 256);
+    EXPECT_EQ(whole_keys(128, 257), 0);
+    EXPECT_EQ(whole_keys(127, 100), 0);  // rows that are not whole pieces of 16 bytes
+    p.dq_dtype = DType::kF32;
+    EXPECT_EQ(whole_keys(64, 100), 0);
+    p.dq_dtype = p.dtype;
+    p.softcap = 30;
+    EXPECT_EQ(whole_keys(64, 100), 0);
+    p.softcap = 0;
+  }
+  p.deterministic = false;
+  p.packed = true;
+  p.head_dim = p.head_dim_v = 64;
+  p.seqlen_kv = 4000;
+  p.max_seqlen_kv = 256;
+  EXPECT_TRUE(sm90::make_plan(p, 132).whole());
+  p.max_seqlen_kv = 257;
+  EXPECT_FALSE(sm90::make_plan(p, 132).whole());
+}
+
 sm90::Sequences packed(const std::vector<std::int32_t>& cu_q,
                        const std::vector<std::int32_t>& cu_kv, std::int64_t rows_q,
                        std::int64_t rows_kv) {

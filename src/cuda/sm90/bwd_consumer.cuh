@@ -109,7 +109,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
     full_begin = max(full_begin, tile.full_begin[2 * x + consumer]);
     full_end = min(full_end, tile.full_end[2 * x + consumer]);
   }
-  const int steps_per_block = C.ordered ? static_cast<int>(p.group) : 1;
+  const int steps_per_block = C.heads_inside() ? static_cast<int>(p.group) : 1;
   const int full_count = max(full_end - full_begin, 0) * steps_per_block;
   full_begin = (full_begin - tile.m_begin) * steps_per_block;
   const int top = (tile.m_end - tile.m_begin) * steps_per_block - 1;
@@ -120,8 +120,10 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
   int seen_begin = 0;
   int seen_count = 0;
   if constexpr (C.skips_hidden()) {
-    seen_begin = __shfl_sync(0xffffffffU, tile.seen_begin[consumer] - tile.m_begin, 0);
-    seen_count = __shfl_sync(0xffffffffU, tile.seen_end[consumer] - tile.seen_begin[consumer], 0);
+    seen_begin =
+        __shfl_sync(0xffffffffU, (tile.seen_begin[consumer] - tile.m_begin) * steps_per_block, 0);
+    seen_count = __shfl_sync(
+        0xffffffffU, (tile.seen_end[consumer] - tile.seen_begin[consumer]) * steps_per_block, 0);
   }
   // Whether some of the consumer's keys are seen where `left` is `at`.
   const auto is_seen = [&](int at) {
@@ -388,7 +390,7 @@ __device__ __forceinline__ void bwd_consumer_role(const BwdParams& p, const KeyT
         hidden_block();
       }
       --left;
-      if (!C.ordered && left < 0) {
+      if (!C.heads_inside() && left < 0) {
         left = top;
       }
     } while (--remaining > 0);

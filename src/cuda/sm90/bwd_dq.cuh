@@ -30,6 +30,37 @@ __device__ __forceinline__ void set_dq(float* accumulator, const float (&dq)[kCo
   }
 }
 
+// Writes kColumns columns from `column` on of 64 complete rows of dq, from row `row_begin` of the
+// sequence on. The rows are aligned, 16 bits an element, and head_dim is a multiple of 8.
+template <int kColumns, class T>
+__device__ __forceinline__ void store_whole(const float (&dq)[kColumns / 2], const BwdParams& p,
+                                            const KeyTile& tile, int row_begin, int head,
+                                            int column) {
+  // From the thread's index afresh: there are no registers to keep these in.
+  const int thread = ptx::thread_index();
+  const int q = thread % 4;
+  const int row = row_begin + thread / 32 * 16 + thread % 32 / 4;
+  auto* out = static_cast<std::uint16_t*>(p.dq.data) +
+              p.dq.offset(tile.batch_index, tile.q_row + row, head) + column + 8 * q;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int k = 0; k < kColumns / 32; ++k) {
+      std::uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = 4 * (4 * k + i) + 2 * half;
+        x[i] = ptx::pack<T>(dq[j] * p.scale, dq[j + 1] * p.scale);
+      }
+      transpose_quad(x, q);
+      if (row + 8 * half < tile.q_rows && column + 32 * k + 8 * q < p.head_dim) {
+        __stcs(reinterpret_cast<uint4*>(out + 8 * half * p.dq.row_stride + 32 * k),
+               make_uint4(x[0], x[1], x[2], x[3]));
+      }
+    }
+  }
+}
+
 template <BwdConfig C, class T>
 __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& maps,
                                             KeyTile& shared_tile, const BwdShared<C>& shared,
@@ -48,8 +79,8 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   const bool loads = warp == 0;
   // A copy in registers: loads from shared memory wait long behind the operands of wgmma.
   KeyTile tile = shared_tile;
-  Loader<BwdShared<C>, C.ordered> loader(p, maps, tile, shared_tile.landing_parity, shared, rank,
-                                         lane);
+  Loader<BwdShared<C>, C.heads_inside()> loader(p, maps, tile, shared_tile.landing_parity, shared,
+                                                rank, lane);
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
   if (loads) {
@@ -70,7 +101,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
   }
   __syncwarp();
   int unit_offset = 0;  // of the accumulators' blocks
-  if constexpr (!C.ordered) {
+  if constexpr (!C.ordered && !C.whole) {
     const int unit = unit_of(p, tile);
     unit_offset = (unit % p.pipeline.slots - tile.head_kv) *
                       (static_cast<int>(p.group) * p.pipeline.head_blocks) +
@@ -82,9 +113,9 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     }
   }
   ptx::mbarrier_wait(shared.k_full(), 0);
-  StepWalk<C.ordered> walk(tile, static_cast<int>(p.group));
+  StepWalk<C.heads_inside()> walk(tile, static_cast<int>(p.group));
   Turn turn(tile);
-  const bool adds = p.dq_accumulator != nullptr;
+  const bool adds = C.whole ? static_cast<bool>(p.dq) : p.dq_accumulator != nullptr;
   // The step before, whose turn is passed on only under the last product of this one: by then its
   // additions have arrived, and the fence that waits for them delays nothing. H200, d128, 16k,
   // full, cool, TFLOP/s: at once 593, under the first product 650, under the last 669.
@@ -124,6 +155,10 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
       }
     };
     const auto add = [&](int piece, bool first, const float(&dq)[kColumns / 2]) {
+      if constexpr (C.whole) {
+        store_whole<kColumns, T>(dq, p, tile, walk.m * kBlockM, walk.head, piece * kColumns);
+        return;
+      }
       float* const at = accumulator() + piece * (16 * kColumns);
       if constexpr (C.ordered) {
         if (first) {

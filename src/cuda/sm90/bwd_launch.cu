@@ -269,6 +269,7 @@ template <class T>
 Status run_prepare(const Call& c, const BwdParams& main, const KeyTileParams& tiles) {
   const Problem& p = c.divided;
   const UnitPipeline& pipeline = c.pipeline;
+  const bool clears_dq = p.wants_dq && !c.plan.separate_dq && (c.plan.ordered() || c.plan.whole());
   const BwdPrepareParams prepare{.sequences = make_sequences(p, c.args),
                                  .heads_q = p.heads_q,
                                  .inputs = row_inputs(p, c.args),
@@ -280,7 +281,7 @@ Status run_prepare(const Call& c, const BwdParams& main, const KeyTileParams& ti
                                  .group = p.group(),
                                  .order = c.order,
                                  .keys_per_turn = c.plan.ordered() ? keys_per_tile(c.plan) : 1,
-                                 .dq = p.wants_dq ? c.args.dq : Tensor{},
+                                 .dq = clears_dq ? c.args.dq : Tensor{},
                                  .ragged = main.ragged_rows != 0,
                                  .head_dim = p.head_dim};
   if (tiles.packed_tiles != nullptr) {

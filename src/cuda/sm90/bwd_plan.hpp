@@ -31,22 +31,44 @@ constexpr bool wants_cluster(const BandMask& mask, bool packed, std::int64_t seq
   return !packed && seqlen_kv > 128 && (hides_nothing(mask) || (half && seqlen_q >= 4096));
 }
 
-// The number of the narrowest variant that serves the problem, with clusters only where they pay,
-// or -1: then bwd_wide_launch.hpp does. Which ordered one depends on nothing that varies with the
-// batch.
+// Keys of the longest sequence that a call may have.
+inline std::int64_t most_keys(const Problem& p) {
+  return p.packed ? std::min(p.seqlen_kv, p.max_seqlen_kv) : p.seqlen_kv;
+}
+
+// Whether the tiles of a variant hold all keys of every sequence, and it may write dq: in rows of
+// 16-bit elements, 16 bytes at a time.
+inline bool holds_whole(const BwdConfig& config, const Problem& p) {
+  return config.whole && most_keys(p) <= config.keys_per_cluster() && p.wants_dq &&
+         p.dq_dtype == p.dtype && !p.unaligned_dq && p.head_dim % 8 == 0;
+}
+
+// Whether variant `a` is rather taken than `b`, of those that serve a problem: the narrowest, then
+// one that holds its sequences whole, the smallest of these, then one with a cluster.
+constexpr bool goes_before(const BwdConfig& a, const BwdConfig& b) {
+  if (a.head_dim != b.head_dim) {
+    return a.head_dim < b.head_dim;
+  }
+  if (a.whole != b.whole) {
+    return a.whole;
+  }
+  return a.whole ? a.cluster < b.cluster : a.cluster > b.cluster;
+}
+
+// The number of the variant that serves the problem, with clusters only where they pay, or -1: then
+// bwd_wide_launch.hpp does. Which ordered one depends on nothing that varies with the batch; what a
+// whole one computes has the same bits.
 inline int find_variant(const Problem& p, bool ordered) {
   const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
   int found = -1;
   for (int i = 0; i < kNumVariants; ++i) {
     const BwdConfig& config = kBwdConfigs[i];
-    if (config.head_dim < width || config.softcap != (p.softcap > 0) || config.ordered != ordered ||
-        (config.cluster > 1 && !p.deterministic &&
-         !wants_cluster(p.mask, p.packed, p.seqlen_q, p.seqlen_kv))) {
-      continue;
-    }
-    if (found < 0 || config.head_dim < kBwdConfigs[found].head_dim ||
-        (config.head_dim == kBwdConfigs[found].head_dim &&
-         config.cluster > kBwdConfigs[found].cluster)) {
+    const bool fits = config.whole ? holds_whole(config, p)
+                                   : config.ordered == ordered &&
+                                         (config.cluster == 1 || p.deterministic ||
+                                          wants_cluster(p.mask, p.packed, p.seqlen_q, p.seqlen_kv));
+    if (config.head_dim >= width && config.softcap == (p.softcap > 0) && fits &&
+        (found < 0 || goes_before(config, kBwdConfigs[found]))) {
       found = i;
     }
   }
@@ -81,18 +103,21 @@ struct BwdPlan {
   UnitPipeline units;        // of main kernels that are not ordered
   std::int64_t section = 0;  // units launched together where they are served, else 0
 
-  [[nodiscard]] bool accumulates_dq(const Problem& p) const { return p.wants_dq && !separate_dq; }
+  [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
+  [[nodiscard]] bool whole() const { return variant >= 0 && kBwdConfigs[variant].whole; }
+  // dq is summed in the workspace.
+  [[nodiscard]] bool accumulates_dq(const Problem& p) const {
+    return p.wants_dq && !separate_dq && !whole();
+  }
   // bwd.cuh runs.
   [[nodiscard]] bool has_main(const Problem& p) const {
-    return variant >= 0 && (p.wants_dk || p.wants_dv || accumulates_dq(p));
+    return variant >= 0 && (p.wants_dk || p.wants_dv || (p.wants_dq && !separate_dq));
   }
-  [[nodiscard]] bool ordered() const { return variant >= 0 && kBwdConfigs[variant].ordered; }
 };
 
 // Keys of a tile of the main kernel, or of its cluster's.
 inline std::int64_t keys_per_tile(const BwdPlan& plan) {
-  const BwdConfig& config = kBwdConfigs[plan.variant];
-  return std::int64_t{config.block_n()} * config.cluster;
+  return kBwdConfigs[plan.variant].keys_per_cluster();
 }
 
 // Its tiles, or clusters of tiles, of a unit: a key head of a batch entry or of the packed batch.
@@ -129,7 +154,7 @@ inline Problem divide_heads(Problem p, std::int64_t parts) {
 inline double steps_in_parts(const Problem& p, std::int64_t parts, int num_multiprocessors) {
   const Problem divided = divide_heads(p, parts);
   const BwdConfig& config = kBwdConfigs[find_variant(p, false)];
-  const std::int64_t keys = std::int64_t{config.block_n()} * config.cluster;
+  const std::int64_t keys = config.keys_per_cluster();
   const auto tiles = static_cast<double>(
       num_units(divided) * num_blocks(p.packed, p.packed ? p.batch : 1, p.seqlen_kv, keys));
   const auto at_a_time = static_cast<double>(std::max(num_multiprocessors / config.cluster, 1));
@@ -189,13 +214,13 @@ inline BwdPlan make_plan(const Problem& p, int num_multiprocessors) {
   BwdPlan plan;
   plan.variant = find_variant(p, p.deterministic);
   plan.separate_dq =
-      p.wants_dq && (plan.variant < 0 || (!plan.ordered() && !(p.wants_dk || p.wants_dv)));
+      p.wants_dq && (plan.variant < 0 || (!p.deterministic && !(p.wants_dk || p.wants_dv)));
   const std::int64_t width = std::max(p.head_dim, p.head_dim_v);
   plan.padded_head_dim = plan.variant >= 0 && !plan.separate_dq ? kBwdConfigs[plan.variant].head_dim
                          : width <= 64                          ? 64
                          : width <= 128                         ? 128
                                                                 : 256;
-  if (plan.variant < 0 || plan.ordered() || plan.separate_dq) {
+  if (plan.variant < 0 || plan.ordered() || plan.whole() || plan.separate_dq) {
     return plan;
   }
   const BwdConfig& config = kBwdConfigs[plan.variant];

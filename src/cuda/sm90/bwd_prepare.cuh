@@ -268,9 +268,9 @@ __global__ __launch_bounds__(kPrepareThreads,
   const std::int64_t rows_end = (p.ragged ? sequence.q.end : s.rows_q) - sequence.q.begin;
   const int left_to_load = static_cast<int>(clamp_to(rows_end - row, 0, 16));
 
-  if (p.order.counters != nullptr) {
+  if (p.dq) {
     const Range keys = sequence.band.kv_range(of.row_begin(), of.row_begin() + kBlockM);
-    if (thread < 2) {
+    if (p.order.counters != nullptr && thread < 2) {
       p.order.counters[2 * slot + thread] =
           kNothingYet |
           static_cast<std::uint32_t>(keys.begin) / static_cast<std::uint32_t>(p.keys_per_turn);

@@ -24,6 +24,7 @@ struct BwdConfig {
   bool ping_pong;  // the consumers take turns at issuing products
   bool softcap;
   bool ordered;  // dq is added in a fixed order and finished here (bwd_order.cuh)
+  bool whole;    // a CTA or its cluster holds all keys of a sequence: a step's dq is complete
   int consumer_registers;
   int dq_registers;
 
@@ -32,8 +33,11 @@ struct BwdConfig {
   // / 689, causal 630 / 652; not ordered, full 704 / 677.
   constexpr bool consumers_send() const { return cluster == 2 && ordered; }
 
+  // The query heads of a group inside of the query blocks (StepWalk); else outside.
+  constexpr bool heads_inside() const { return ordered || whole; }
+
   // Tiles prepare and finish other units too (unit_pipeline.hpp); softcap needs the registers.
-  constexpr bool serves_units() const { return !ordered && !softcap; }
+  constexpr bool serves_units() const { return !ordered && !whole && !softcap; }
 
   // A consumer leaves out the query blocks that see none of its keys, and stores dk and dv from its
   // registers. H200, without / with, cool and sustained: causal 1k 330, 336 / 335, 341; window
@@ -49,6 +53,7 @@ struct BwdConfig {
   static constexpr int kKeysPerDs = 64 * kConsumers;
 
   constexpr int block_n() const { return 64 * kConsumers * key_blocks; }
+  constexpr int keys_per_cluster() const { return block_n() * cluster; }
   // Boxes of 64 columns; of 96 the second holds 32 and zeros, which no product reads.
   constexpr int boxes() const { return (head_dim + tile::kBoxColumns - 1) / tile::kBoxColumns; }
   constexpr int kv_bytes() const { return boxes() * block_n() * tile::kBoxRowBytes; }

@@ -62,7 +62,7 @@ struct BwdPrepareParams {
   std::int64_t group;
   DqOrder order;  // set where not null
   std::int64_t keys_per_turn;
-  Tensor dq;    // with counters: rows of blocks that no key reaches become 0
+  Tensor dq;    // rows of blocks that no key reaches become 0; null: others write them
   bool ragged;  // the maps of main end with each sequence: rows from there on are zeros
   std::int64_t head_dim;
 };
