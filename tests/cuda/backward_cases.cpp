@@ -309,10 +309,10 @@ std::vector<Case> cases() {
       add(deterministic ? "whole packed, deterministic" : "whole packed",
           problem(kB, 0, 0, 0, 4, 2, d, d), kCausal, [=](Case& c) {
             c.p.deterministic = deterministic;
-            c.max_seqlen = 513;
-            c.lens_q = {0, 100, 64, 1, 300, 5, 513, 20, 0};
+            c.max_seqlen = keys;
+            c.lens_q = {0, 100, 64, 1, keys, 5, keys - 3, 20, 0};
             c.lens_kv = {3, 100, keys, 77, keys - 10, 0, keys - 1, 20, 0};
-            c.seqused_q = {0, 99, 64, 1, 300, 5, 400, 20, 0};
+            c.seqused_q = {0, 99, 64, 1, keys, 5, keys - 40, 20, 0};
             c.seqused_kv = {1, 50, keys - 1, 77, keys - 20, 0, keys - 1, 20, 0};
           });
     }

@@ -30,22 +30,25 @@ __device__ __forceinline__ void set_dq(float* accumulator, const float (&dq)[kCo
   }
 }
 
-// Writes kColumns columns from `column` on of 64 complete rows of dq, from row `row_begin` of the
+// Writes the columns from `column` on of 64 complete rows of dq, from row `row_begin` of the
 // sequence on. The rows are aligned, 16 bits an element, and head_dim is a multiple of 8.
-template <int kColumns, class T>
-__device__ __forceinline__ void store_whole(const float (&dq)[kColumns / 2], const BwdParams& p,
-                                            const KeyTile& tile, int row_begin, int head,
-                                            int column) {
+template <BwdConfig C, class T>
+__device__ __forceinline__ void store_whole(const float (&dq)[C.dq_columns() / 2],
+                                            const BwdParams& p, const KeyTile& tile, int row_begin,
+                                            int head, int column) {
   // From the thread's index afresh: there are no registers to keep these in.
   const int thread = ptx::thread_index();
   const int q = thread % 4;
   const int row = row_begin + thread / 32 * 16 + thread % 32 / 4;
+  // Where maps are ragged the loader has changed these two (Loader::place).
+  const bool ragged = C.cluster == 1 && p.ragged_rows != 0;
+  const int q_row = ragged ? tile.q_row - p.ragged_rows + tile.batch_index : tile.q_row;
   auto* out = static_cast<std::uint16_t*>(p.dq.data) +
-              p.dq.offset(tile.batch_index, tile.q_row + row, head) + column + 8 * q;
+              p.dq.offset(ragged ? 0 : tile.batch_index, q_row + row, head) + column + 8 * q;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int k = 0; k < kColumns / 32; ++k) {
+    for (int k = 0; k < C.dq_columns() / 32; ++k) {
       std::uint32_t x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -156,7 +159,7 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
     };
     const auto add = [&](int piece, bool first, const float(&dq)[kColumns / 2]) {
       if constexpr (C.whole) {
-        store_whole<kColumns, T>(dq, p, tile, walk.m * kBlockM, walk.head, piece * kColumns);
+        store_whole<C, T>(dq, p, tile, walk.m * kBlockM, walk.head, piece * kColumns);
         return;
       }
       float* const at = accumulator() + piece * (16 * kColumns);

@@ -3,7 +3,8 @@
 //   (1) delta_i = <dout_i, out_i>
 //   (2) neg_lse_log2_i = -lse_i * log2(e), neg_delta_i = dlse_i - delta_i
 //   (3) dsink_h += exp(sink_h - lse_i) * (dlse_i - delta_i), here summed over a block of 64 rows
-// and the sums of dq become 0, or the counters of an ordered main kernel are set.
+// and the sums of dq become 0, or the counters of an ordered main kernel are set; where the main
+// kernel writes dq, rows that no key reaches become 0.
 // Where the main kernel serves units (unit_pipeline.hpp), only the first ones are prepared here.
 // Rows that see nothing, and rows with an infinite lse, get -inf and 0, whatever their out and
 // dout; a block with such a row is marked, so that the main kernel keeps its NaN away from the
