@@ -86,9 +86,12 @@ __device__ __forceinline__ void bwd_dq_role(const BwdParams& p, const BwdMaps& m
                                                 rank, lane);
   const std::uint64_t desc_k = KTile::mn_major_descriptor(shared.k());
   const std::uint64_t desc_ds = DsTile::mn_major_descriptor(shared.ds(0));
+  if constexpr (C.cluster == 1 && C.whole) {  // once, for all steps, and for store_whole
+    loader.place(tile.q_row, tile.batch_index, tile.q_row + tile.q_rows);
+  }
   if (loads) {
     loader.load_k();
-    if constexpr (C.cluster == 1) {  // once, for all steps
+    if constexpr (C.cluster == 1 && !C.whole) {
       loader.place(tile.q_row, tile.batch_index, tile.q_row + tile.q_rows);
     }
     if constexpr (C.serves_units()) {
