@@ -182,6 +182,9 @@ TEST(BwdPlan, SequencesWhoseKeysFitATileAreWhole) {
     p.dq_dtype = DType::kF32;
     EXPECT_EQ(whole_keys(64, 100), 0);
     p.dq_dtype = p.dtype;
+    p.unaligned_dq = true;
+    EXPECT_EQ(whole_keys(64, 100), 0);
+    p.unaligned_dq = false;
     p.softcap = 30;
     EXPECT_EQ(whole_keys(64, 100), 0);
     p.softcap = 0;

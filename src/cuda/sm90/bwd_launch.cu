@@ -464,17 +464,21 @@ WorkspaceSize backward_workspace_size(const Problem& p) {
   }
   cuda::DeviceProperties device;
   const bool known = cuda::device_properties(p.device_id, &device).ok();
-  const auto bytes = [&](std::int64_t parts) {
-    const Problem divided = divide_heads(p, parts);
+  const auto bytes_of = [&](const Problem& problem, std::int64_t parts) {
+    const Problem divided = divide_heads(problem, parts);
     const BwdPlan plan = make_plan(divided, device.num_multiprocessors);
     return make_layout(divided, plan, parts).bytes;
   };
-  const std::size_t minimum = bytes(1);
+  // Who asks may not have told the address of dq, at which it may not be possible to write it
+  // whole.
+  Problem anywhere = p;
+  anywhere.unaligned_dq = true;
+  const std::size_t minimum = std::max(bytes_of(p, 1), bytes_of(anywhere, 1));
   if (!known) {
     return {minimum, minimum};
   }
   if (find_variant(p, p.deterministic) >= 0) {
-    return {minimum, std::max(minimum, bytes(head_parts(p, device.num_multiprocessors)))};
+    return {minimum, std::max(minimum, bytes_of(p, head_parts(p, device.num_multiprocessors)))};
   }
   return {minimum,
           minimum + static_cast<std::size_t>(preferred_wide_room(p, device.num_multiprocessors))};
