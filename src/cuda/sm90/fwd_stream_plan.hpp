@@ -19,9 +19,8 @@ namespace flashgrad::sm90 {
 // H200, us of fwd.cuh or fwd_short.cuh / here, 16k tokens, 16 heads: head_dim 128, full, sequences
 // of 64 73 / 75, of 100 97 / 81, of 160 81 / 83, of 256 123 / 109, of 320 116 / 121; causal, of 160
 // 83 / 82, of 256 105 / 94; head_dim 96, full, of 64 65 / 60; head_dim 64, of 128 full 51 / 49,
-// causal 52 /
-// 53. 4 x 4096 rows: head_dim 128, 256 keys 94 / 101, head_dim 64 67 / 65. A tile of fwd.cuh has
-// 192 rows: 129 to 192 are one.
+// causal 52 / 53. 4 x 4096 rows: head_dim 128, 256 keys 94 / 101, head_dim 64 67 / 65. A tile of
+// fwd.cuh has 192 rows: 129 to 192 are one.
 inline std::optional<FwdStreamVariant> stream_forward_variant(const Problem& p,
                                                               FwdVariant arithmetic) {
   const auto* const config =
