@@ -260,7 +260,9 @@ std::vector<Case> cases() {
   struct Whole {
     int d, keys;
   };
-  for (const auto& [d, keys] : {Whole{64, 250}, Whole{96, 126}, Whole{128, 120}, Whole{128, 250}}) {
+  for (const Whole& whole : {Whole{64, 250}, Whole{96, 126}, Whole{128, 120}, Whole{128, 250}}) {
+    const int d = whole.d;
+    const int keys = whole.keys;
     add("whole full", problem(kB, 3, 300, keys, 3, 3, d, d), kFull);
     add("whole full f16", problem(kH, 2, 257, keys, 4, 2, d, d), kFull);
     add("whole causal", problem(kH, 2, keys + 60, keys, 2, 2, d, d), kCausal);
