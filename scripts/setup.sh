@@ -8,7 +8,7 @@ set -euo pipefail
 packages=(g++ cmake ninja-build libdlpack-dev libcli11-dev libfmt-dev nlohmann-json3-dev libgtest-dev)
 case ${1:-} in
   build) ;;
-  test) packages+=(clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev libomp-14-dev llvm-14 doxygen pkg-config python3-venv) ;;
+  test) packages+=(ccache clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev libomp-14-dev llvm-14 doxygen pkg-config python3-venv) ;;
   *) echo "usage: $0 build|test" >&2; exit 2 ;;
 esac
 

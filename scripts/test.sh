@@ -7,8 +7,9 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 jobs=$(nproc)
+# The library is built several times: here, as a part of another project, for its budget of registers, in the wheel.
 if command -v ccache >/dev/null; then
-  export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
+  export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache CCACHE_NOHASHDIR=1
 fi
 
 # All files of ours with the given endings, the build folders aside.
@@ -24,7 +25,11 @@ build_and_test() {
 }
 
 stage_format() { sources 'c|cpp|h|hpp|cu|cuh' | xargs clang-format-14 --dry-run -Werror; }
-stage_release() { build_and_test release -DFLASHGRAD_WARNINGS_AS_ERRORS=ON; }
+# What ptxas says goes to tests/cuda/kernel_budget.py, by way of ccache.
+stage_release() {
+  build_and_test release -DFLASHGRAD_WARNINGS_AS_ERRORS=ON -DCMAKE_CUDA_FLAGS=-Xptxas=-v |
+    grep --invert-match --extended-regexp '^(ptxas info|    [0-9]+ bytes stack frame)'
+}
 stage_python() { scripts/test_python.sh; }
 stage_asan-ubsan() { build_and_test asan-ubsan; }
 stage_tsan() { build_and_test tsan; }

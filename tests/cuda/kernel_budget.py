@@ -4,7 +4,7 @@
 
 Fails if ptxas serialises wgmma products, ignores setmaxnreg or refuses a shape (messages C75xx, C76xx),
 if a kernel spills more than its budget allows, or if a kernel of the budget does not exist. Needs nvcc,
-no GPU.
+no GPU. Kernels are compiled as the build does, so ccache has the answers if the build had PTXAS too.
 """
 
 import argparse
@@ -12,11 +12,12 @@ import concurrent.futures
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 
-FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a",
-         "-Xptxas", "-v", "-cubin", "-o", "/dev/null"]
+PTXAS = "-Xptxas=-v"
 PROPERTIES = re.compile(r"Function properties for (\S+)")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
@@ -29,12 +30,18 @@ def short(mangled):
     return re.sub(r">\(.*$", ">", name) if ">(" in name else name.split("(")[0]
 
 
-def compile_one(nvcc, source, root):
-    result = subprocess.run([nvcc, *FLAGS, f"-I{root / 'src'}", f"-I{root / 'include'}", str(source)],
-                            capture_output=True, text=True)
+def compile_one(entry, launcher):
+    """Kernels and faults of an entry of compile_commands.json."""
+    command = launcher + shlex.split(entry["command"])
+    if PTXAS not in command:
+        command.insert(command.index("-x"), PTXAS)
+    with tempfile.TemporaryDirectory() as folder:
+        command[command.index("-o") + 1] = f"{folder}/kernels.o"
+        command += ["-MD", "-MT", "kernels.o", "-MF", f"{folder}/kernels.d"]  # as Ninja asks, and ccache compares
+        result = subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True)
     output = result.stdout + result.stderr
     if result.returncode != 0:
-        return [], [f"{source.name}: {output}"]
+        return [], [f"{entry['file']}: {output}"]
     kernels, faults, current = [], [], None
     for line in output.splitlines():
         if re.search(r"\(C7[56]\d\d\)", line):
@@ -52,15 +59,18 @@ def compile_one(nvcc, source, root):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nvcc", default="nvcc")
+    parser.add_argument("commands", help="the build's compile_commands.json")
+    parser.add_argument("--launcher", default="", help="the build's compiler launcher, which the commands lack")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     here = pathlib.Path(__file__).resolve().parent
-    root = here.parent.parent
+    kernels_folder = here.parent.parent / "src/cuda"
     allowed = json.loads((here / "kernel_budget.json").read_text())["spill_bytes"]
-    sources = sorted((root / "src/cuda").rglob("*.cu"))
+    entries = [entry for entry in json.loads(pathlib.Path(arguments.commands).read_text())
+               if entry["file"].endswith(".cu") and kernels_folder in pathlib.Path(entry["file"]).parents]
+    launcher = shlex.split(arguments.launcher)
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda source: compile_one(arguments.nvcc, source, root), sources))
+        results = list(pool.map(lambda entry: compile_one(entry, launcher), entries))
     faults = [fault for _, of_file in results for fault in of_file]
     kernels = [kernel for of_file, _ in results for kernel in of_file]
     for kernel in sorted(kernels, key=lambda k: k["name"]):
