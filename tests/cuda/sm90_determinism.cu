@@ -331,7 +331,26 @@ bool invariant(const Shape& shape) {
   return wrong.empty();
 }
 
-// The same call again and again, in a workspace that the next shape's call has used in between.
+// Copies in a stream of their own, so that loads beside them come late and in another order.
+class Traffic {
+ public:
+  Traffic() { CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~Traffic() { cudaStreamDestroy(stream_); }
+  Traffic(const Traffic&) = delete;
+  Traffic& operator=(const Traffic&) = delete;
+  void add() const {
+    CHECK_CUDA(
+        cudaMemcpyAsync(to_.data, from_.data, from_.count, cudaMemcpyDeviceToDevice, stream_));
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  DeviceArray<unsigned char> from_{std::size_t{128} << 20};
+  DeviceArray<unsigned char> to_{std::size_t{128} << 20};
+};
+
+// The same call again and again, in a workspace that the next shape's call has used in between, and
+// with other traffic in memory.
 bool repeatable(const std::vector<Shape>& shapes, int repeats) {
   std::vector<std::unique_ptr<Call>> calls;
   std::size_t bytes = 0;
@@ -343,6 +362,7 @@ bool repeatable(const std::vector<Shape>& shapes, int repeats) {
   }
   DeviceArray<unsigned char> workspace(bytes);
   DeviceArray<unsigned> differences(std::vector<unsigned>(shapes.size()));
+  const Traffic traffic;
   std::vector<std::unique_ptr<DeviceArray<std::uint16_t>>> first;
   std::string wrong;
   for (int repeat = 0; repeat <= repeats && wrong.empty(); ++repeat) {
@@ -351,6 +371,7 @@ bool repeatable(const std::vector<Shape>& shapes, int repeats) {
       if (repeat % 10 == 0) {
         workspace.poison();
       }
+      traffic.add();
       wrong = calls[c]->run(workspace);
       for (int i = 0; i < 3; ++i) {
         const DeviceArray<std::uint16_t>& got = calls[c]->gradient(i);

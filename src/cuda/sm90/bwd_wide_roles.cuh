@@ -104,7 +104,10 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
   load_resident<kResident>(resident, shared.q(q_ring.stage()), warp, lane);
   arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_ring.stage()));
   q_ring.advance();
-  arrive_in_cluster<Shared::kCluster>(shared.do_empty(do_ring.stage()));  // V is the other's
+  // V is the other's, but no phase may be passed over: while V has not come, the dO that follows it
+  // in its stage would seem to have.
+  const int v_stage = do_ring.stage();
+  const std::uint32_t v_parity = do_ring.parity();
   do_ring.advance();
   const std::uint64_t desc_k = Tile::k_major_descriptor(shared.k());
   const std::uint64_t desc_q = Tile::k_major_descriptor(shared.q(0));
@@ -113,10 +116,18 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
   const int full_count = max(tile.full_end[0] - tile.full_begin[0], 0);
   const int blocks = tile.m_end - tile.m_begin;
   int left = blocks - 1;
-  int previous_do = 0;
+  int previous_do = v_stage;
   int& step = progress.step;
   const int first_step = step;
   const int end_step = step + tile.num_steps;
+  const auto release_do = [&] {
+#pragma unroll 1
+    for (int piece = step == first_step ? 0 : Shared::kDoPieces; piece < Shared::kDoPieces;
+         ++piece) {
+      ptx::mbarrier_wait(shared.do_full(v_stage, piece), v_parity);
+    }
+    arrive_in_cluster<Shared::kCluster>(shared.do_empty(previous_do));
+  };
   const auto issue_s = [&](float(&s)[32], int stage, std::uint32_t parity) {  // (1)
     gemm_resident<Shared::kHeadDim, kResident, T>(
         s, resident, desc_k, desc_q + static_cast<std::uint64_t>(stage) * (Shared::kQBytes / 16),
@@ -135,18 +146,14 @@ __device__ __forceinline__ void wide_p_role(const BwdParams& p, const KeyTile& t
     q_ring.advance();
     if constexpr (!kAhead) {
       ptx::wgmma_wait<1>();
-      if (step > first_step) {
-        arrive_in_cluster<Shared::kCluster>(shared.do_empty(previous_do));
-      }
+      release_do();
       ptx::wgmma_wait<0>();
       ptx::pin(s);
       arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_stage));
     } else {
       ptx::wgmma_wait<0>();
       ptx::pin(s);
-      if (step > first_step) {
-        arrive_in_cluster<Shared::kCluster>(shared.do_empty(previous_do));
-      }
+      release_do();
     }
 #pragma unroll 1
     for (int r = static_cast<unsigned>(left - full_begin) >= static_cast<unsigned>(full_count);

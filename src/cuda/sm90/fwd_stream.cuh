@@ -69,7 +69,8 @@ __device__ __forceinline__ FwdStreamTile find_stream_tile(const FwdStreamParams&
 // | k_full, v_full | producer and the copy engine         | consumers | 1     |
 // | empty          | a lane of each consumer warp         | producer  | 12    |
 // | q_full         | producer and the copy engine         | consumers | 1     |
-// | q_empty        | a lane of each warp of the consumer  | producer  | 4     |
+// | q_empty        | a lane of each warp of the consumer  | producer, | 4     |
+// |                |                                      | consumer  |       |
 //
 // A pair is empty when each consumer is done with its last tile of the chunk.
 template <FwdStreamVariant kVariant>
@@ -286,6 +287,9 @@ __device__ __forceinline__ void stream_consumer(const FwdStreamShared<kVariant>&
         ptx::wgmma_wait<0>();
         ptx::pin(o);
       };
+      // The place's use before is another consumer's, and loads may come out of order: until it is
+      // over, the phase before it would be taken for this one's.
+      ptx::mbarrier_wait(shared.q_empty(q_use), shared.q_phase(q_use) ^ 1);
       ptx::mbarrier_wait(shared.q_full(q_use), shared.q_phase(q_use));
       std::uint32_t pair = first_pair;
 #pragma unroll 1
