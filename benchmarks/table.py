@@ -91,7 +91,7 @@ def _memory(rows):
 
 def _caption(result):
     commit = (result["commit"] or "unknown")[:12]
-    if result["uncommitted_changes"]:
+    if result.get("uncommitted_changes"):
         commit += " with uncommitted changes"
     machine, versions = result["machine"], result["versions"]
     return "\n".join([
@@ -104,17 +104,24 @@ def _caption(result):
     ])  # fmt: skip
 
 
+TABLES = {"speed": _speed, "ratios": _ratios, "memory": _memory}
+
+
 def render(result):
     """The Markdown of one result: a caption and its tables."""
-    tables = {"speed": _speed, "ratios": _ratios, "memory": _memory}
-    return _caption(result) + "\n\n" + tables[result["suite"]](result["rows"])
+    return _caption(result) + "\n\n" + TABLES[result["suite"]](result["rows"])
 
 
 def main(names):
     """Prints the results of these files."""
     if not names or names[0] in ("-h", "--help"):
         sys.exit(__doc__)
-    print("\n\n".join(render(json.loads(pathlib.Path(name).read_text())) for name in names))
+    results = [json.loads(pathlib.Path(name).read_text()) for name in names]
+    for name, result in zip(names, results):
+        suite = result.get("suite")
+        if suite not in TABLES:
+            sys.exit(f"{name}: suite {suite}, want one of peers.py on the CPU: {', '.join(TABLES)}")
+    print("\n\n".join(render(result) for result in results))
 
 
 if __name__ == "__main__":

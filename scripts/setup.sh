@@ -30,7 +30,8 @@ if [[ ${#as_root[@]} == 0 ]] || ! command -v apt-get >/dev/null; then
   exit 1
 fi
 
-apt() { "${as_root[@]}" DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 "$@"; }
+# dpkg tells each of a hundred steps on stdout; what goes wrong is on stderr.
+apt() { "${as_root[@]}" DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 "$@" >/dev/null; }
 echo "installing: ${missing[*]}"
 install=(install --yes --no-install-recommends --quiet=2 "${missing[@]}")
 # The package lists of a fresh machine are empty or old: refresh them only then.

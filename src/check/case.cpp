@@ -28,12 +28,14 @@ constexpr std::array<std::pair<Layout, const char*>, 7> kLayoutNames = {{
                               ", want " + want);
 }
 
+constexpr std::int64_t kLargest = std::int64_t{1} << 40;
+
 std::int64_t parse_integer(std::string_view key, std::string_view text, std::int64_t minimum) {
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc{} || end != text.data() + text.size() || value < minimum ||
-      value > (std::int64_t{1} << 40)) {
-    bad(key, text, minimum == 0 ? "an integer from 0" : "an integer from 1");
+      value > kLargest) {
+    bad(key, text, "an integer from " + std::to_string(minimum) + " to 2^40");
   }
   return value;
 }

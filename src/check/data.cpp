@@ -80,7 +80,8 @@ std::optional<double> number_of(std::string_view text) {
 double require_number(std::string_view text) {
   const std::optional<double> value = number_of(text);
   if (!value) {
-    throw std::invalid_argument("data \"" + std::string(text) + "\", want n, 3n or a number");
+    throw std::invalid_argument("--shape: contents \"" + std::string(text) +
+                                "\", want n, 3n or a number");
   }
   return *value;
 }

@@ -16,7 +16,7 @@
 //
 // Zero times NaN. (5) to (7) also multiply pairs that the mask hides, with p = ds = 0. Rows of dO,
 // Q and K that hold an infinity or NaN are zeros in the packs that these products read, and their
-// visible pairs are added one by one (add_not_finite).
+// visible pairs are added one by one (add_not_finite_queries and _keys).
 #pragma once
 
 #include "cpu/backward_prefetch.hpp"

@@ -49,6 +49,43 @@ FG_INLINE void zero_marked_rows(typename Isa::Unit* staging, std::int64_t units,
   }
 }
 
+// -lse and dlse - delta of the kLanes rows from `begin` on, and which of them are live: they see
+// keys and have a finite lse.
+template <class Isa>
+FG_INLINE void pack_statistics(const BackwardPlan<Isa>& plan, const Args& args, const Sequence& seq,
+                               HeadPack<Isa>& pack, std::int64_t head, std::int64_t begin,
+                               bool* live) {
+  const Problem& p = plan.p;
+  for (int r = 0; r < Isa::kLanes; ++r) {
+    const std::int64_t row = begin + r;
+    float neg_lse = -std::numeric_limits<float>::infinity();
+    float neg_delta = 0;
+    live[r] = false;
+    if (row < seq.band.seqlen_q) {
+      const float lse =
+          load_f32(args.lse, args.lse.offset(seq.batch_index, seq.q_begin + row, head));
+      const bool sees = !seq.band.kv_range(row, row + 1).empty();
+      live[r] = sees && !std::isinf(lse);
+      if (sees && !live[r]) {
+        pack.panel_has_void[row / kWidth<Isa>] = 1;
+      }
+      if (p.has_dlse) {
+        neg_delta = load_f32(args.dlse, args.dlse.offset(seq.batch_index, seq.q_begin + row, head));
+      }
+      if (live[r]) {
+        neg_lse = -lse;
+        if (p.has_dout) {
+          neg_delta -= dot_rows<Isa>(
+              args.out, args.out.offset(seq.batch_index, seq.q_begin + row, head), args.dout,
+              args.dout.offset(seq.batch_index, seq.q_begin + row, head), p.head_dim_v);
+        }
+      }
+    }
+    pack.neg_lse[row] = neg_lse;
+    pack.neg_delta[row] = neg_delta;
+  }
+}
+
 // Rows [q_block * block_q, ...) of query head `head`. dq rows that see nothing at all are written
 // here: no key block will.
 template <class Isa>
@@ -78,35 +115,7 @@ template <class Isa>
                      p.head_dim_v);
       }
     }
-    for (int r = 0; r < Isa::kLanes; ++r) {
-      const std::int64_t row = i + r;
-      float neg_lse = -std::numeric_limits<float>::infinity();
-      float neg_delta = 0;
-      live[r] = false;
-      if (row < band.seqlen_q) {
-        const float lse =
-            load_f32(args.lse, args.lse.offset(seq.batch_index, seq.q_begin + row, head));
-        const bool sees = !band.kv_range(row, row + 1).empty();
-        live[r] = sees && !std::isinf(lse);
-        if (sees && !live[r]) {
-          pack.panel_has_void[row / kWidth<Isa>] = 1;
-        }
-        if (p.has_dlse) {
-          neg_delta =
-              load_f32(args.dlse, args.dlse.offset(seq.batch_index, seq.q_begin + row, head));
-        }
-        if (live[r]) {
-          neg_lse = -lse;
-          if (p.has_dout) {
-            neg_delta -= dot_rows<Isa>(
-                args.out, args.out.offset(seq.batch_index, seq.q_begin + row, head), args.dout,
-                args.dout.offset(seq.batch_index, seq.q_begin + row, head), p.head_dim_v);
-          }
-        }
-      }
-      pack.neg_lse[row] = neg_lse;
-      pack.neg_delta[row] = neg_delta;
-    }
+    pack_statistics<Isa>(plan, args, seq, pack, head, i, live);
     const std::int64_t panel = i / kWidth<Isa> * kWidth<Isa>;
     const std::int64_t k_begin = (i - q0) / Isa::kPair;
     if (plan.needs_p) {

@@ -117,7 +117,8 @@ const Device& find_device(const std::string& name) {
     }
     names += (names.empty() ? "" : ", ") + device.name;
   }
-  throw std::invalid_argument("no device '" + name + "', want one of: " + names);
+  throw std::invalid_argument("no device '" + name + "', want one of: " + names +
+                              ", or a file whose name ends in .json");
 }
 
 Cpu this_cpu() {

@@ -36,12 +36,11 @@ void add_product(Matrix& sum, const Matrix& a, const Matrix& b);
 // How the halves of a pair's B lie together.
 enum class Halves : std::uint8_t { kRows, kColumns };
 
-// A product of one CTA, or of a pair with half of B in each: accumulators (+)= A B, each operand
-// transposed first where it says so.
+// A product of one CTA, or of a pair with half of B in each: A B, each operand transposed first
+// where it says so.
 struct ProductShape {
   bool transpose_a = false;
   bool transpose_b = false;
-  bool accumulates = false;
   Halves halves = Halves::kRows;
 };
 

@@ -64,6 +64,11 @@ struct Formula {
     const Real exponent = s - lse;
     return std::exp(exponent > 0 ? Real{0} : exponent);
   }
+  // The same where m, the row's largest logit, and l = sum exp(s - m) are known, of which lse is
+  // m + log(l): beside an m above 1e15 no lse has a log(l). NaN if lse is.
+  [[nodiscard]] Real probability(Real s, Real lse, double m, double l) const {
+    return std::isnan(lse) ? lse : static_cast<Real>(std::exp(static_cast<double>(s) - m) / l);
+  }
   // ds = p * (dp - delta + dlse) * (1 - (s / softcap)^2).
   [[nodiscard]] Real dlogit(Real s, Real p, Real dp, Real delta, Real dlse) const {
     const Real ds = p * (dp - delta + dlse);
@@ -104,6 +109,10 @@ struct NaiveFormula : Formula<float> {
         dk_dtype(p.dk_dtype == DType::kF32 ? DType::kF32 : rounded_to),
         dv_dtype(p.dv_dtype == DType::kF32 ? DType::kF32 : rounded_to) {}
   [[nodiscard]] float round(float x) const { return round_to(dtype, x); }
+  using Formula<float>::probability;
+  [[nodiscard]] float probability(float s, float lse, double /*m*/, double /*l*/) const {
+    return probability(s, lse);
+  }
   [[nodiscard]] float out(float sum) const { return round_to(dtype, sum); }
   [[nodiscard]] float dq(float sum) const { return round_to(dq_dtype, scale * sum); }
   [[nodiscard]] float dk(float sum) const { return round_to(dk_dtype, scale * sum); }
@@ -285,7 +294,7 @@ void forward_rows(const F& f, const Head& head, const std::int64_t* rows, int nu
         continue;
       }
       const R s = f.round(f.logit(dot(q[r], k, d)));
-      const R p = f.round(f.probability(s, lse[r]));
+      const R p = f.round(f.probability(s, lse[r], m[r], l[r]));
       add_scaled(out[r], p, v, dv);
     }
   }

@@ -365,6 +365,7 @@ TEST_F(Plan, Refuses) {
            {"plan", "predict", "--tokens-kv", "64"},
            {"plan", "simulate", "--program", "fa5"},
            {"plan", "simulate", "--drop-wait", "nobody"},
+           {"plan", "simulate", "--program", "fa4-2cta", "--keys", "128", "--queries", "128"},
            {"plan", "simulate", "--causal", "--queries", "1024", "--keys", "512"},
            {"plan", "predict", "--results", "nowhere.json"}}) {
     const ToolResult result = run_tool(arguments);

@@ -271,6 +271,17 @@ TEST_F(Edge, InfiniteLseMarksAnEmptyRow) {
   }
 }
 
+// Beside such a logit lse has no room for the log of how many there are.
+TEST_F(Edge, EqualLogitsShareTheRowHoweverLargeTheyAre) {
+  for (const char* k : {"1e35", "-1e35"}) {
+    Case c = small(std::string("sq=1,sk=4,d=1,q=1,v=n,k=") + k);
+    c.scale = 1;
+    forward(c);
+    EXPECT_EQ(t.lse.get(0), t.k.get(0));
+    EXPECT_NEAR(t.out.get(0), (t.v.get(0) + t.v.get(1) + t.v.get(2) + t.v.get(3)) / 4, 1e-15);
+  }
+}
+
 TEST_F(Edge, HugeAndInfiniteLogits) {
   Case c = small("sq=1,sk=2,d=1,q=1,k=-100000,v=n");
   c.scale = 1;

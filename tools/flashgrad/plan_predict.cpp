@@ -169,6 +169,13 @@ ordered_json one_call(const plan::Call& call) {
   print_out(fmt::format("  {:<60} {:>11} {:>11}\n  {:<60} {:>11.0f} {:>11.0f}\n", "the call",
                         format_seconds(cool), format_seconds(sustained), "TFLOP/s", tflop / cool,
                         tflop / sustained));
+  const std::int64_t longest = call.lengths.empty()
+                                   ? call.seqlen
+                                   : *std::max_element(call.lengths.begin(), call.lengths.end());
+  if (!call.backward && longest <= 256) {
+    print_out(
+        "  by the kernel for long sequences: short ones have their own, which take less time\n");
+  }
   return {{"call", plan::shape_of(call)}, {"kernels", kernels},
           {"cool_seconds", cool},         {"sustained_seconds", sustained},
           {"cool_tflops", tflop / cool},  {"sustained_tflops", tflop / sustained}};

@@ -288,10 +288,10 @@ ordered_json plan_memory(const PlanArguments& arguments, std::string* svg) {
     throw Error("--gpus: more GPUs than tokens of a sequence");
   }
   print_out(fmt::format(
-      "backward, batch {} of {} tokens and {} keys, {} query and {} key heads of {}, {}, "
-      "each of {} GPUs\n",
+      "backward, batch {} of {} tokens and {} keys, {} query and {} key heads of {}, {}{}\n",
       arguments.batch, tokens.q, tokens.kv, arguments.heads, heads_kv(arguments),
-      arguments.head_dim, arguments.dtype, arguments.gpus));
+      arguments.head_dim, arguments.dtype,
+      shape.gpus > 1 ? fmt::format(", each of {} GPUs", arguments.gpus) : ""));
   const plan::MemoryPlan standard = plan::standard_backward_memory(shape);
   const plan::MemoryPlan recomputing = plan::recomputing_backward_memory(shape);
   *svg = plan::memory_svg(standard, recomputing);

@@ -2,7 +2,6 @@
 // `flashgrad plan simulate`.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "plan/account.hpp"
@@ -16,6 +15,9 @@ namespace flashgrad::tool {
 namespace {
 
 using nlohmann::ordered_json;
+
+// Of one run of the program.
+int keys_of_run(const plan::ProgramChoice& choice) { return choice.keys > 0 ? choice.keys : 128; }
 
 std::string describe(const plan::WaitSite& site) {
   return fmt::format("{}/{}/{}", site.role, site.cta, site.barrier);
@@ -45,14 +47,55 @@ void print_map(const plan::Program& program) {
   }
 }
 
+// Clears `ok` if one is wrong; likewise below.
+ordered_json print_gradients(plan::HeadData& data, bool* ok) {
+  ordered_json gradients = ordered_json::array();
+  for (const check::OutputResult& output : plan::judge_gradients(data)) {
+    print_out(fmt::format("  {:<3} error {:.2e}, bound {:.2e}: {}\n", output.name, output.error,
+                          output.bound, output.ok ? "ok" : "WRONG"));
+    gradients.push_back({{"name", output.name},
+                         {"error", output.error},
+                         {"bound", output.bound},
+                         {"ok", output.ok}});
+    *ok = *ok && output.ok;
+  }
+  return gradients;
+}
+
+// Of one program alone, full: the account is of one pair of tiles.
+ordered_json print_shared_bytes(const plan::ProgramChoice& choice, int queries, bool* ok) {
+  plan::HeadData data =
+      plan::random_head(queries, keys_of_run(choice), choice.head_dim, false, 1, choice.head_dim_v);
+  const plan::Program program = choice.make(data, 0);
+  const plan::SimulationResult counted = plan::run(program, data);
+  const auto expected = plan::shared_bytes_by_use(plan::find_kernel(choice.kernel));
+  print_out(fmt::format("  shared memory, bytes per CTA and tile {:>10} {:>10}\n", "simulated",
+                        "account"));
+  ordered_json bytes = ordered_json::array();
+  for (int use = 0; use < plan::kNumUses; ++use) {
+    const auto at = static_cast<std::size_t>(use);
+    const double simulated = counted.shared_bytes[0][at] / program.steps;
+    print_out(fmt::format("  {:<38} {:>9.0f} {:>10.0f}\n",
+                          plan::name_of(static_cast<plan::Use>(use)), simulated, expected[at]));
+    bytes.push_back({{"use", plan::name_of(static_cast<plan::Use>(use))},
+                     {"simulated", simulated},
+                     {"account", expected[at]}});
+    *ok = *ok && simulated == expected[at];
+  }
+  return bytes;
+}
+
 }  // namespace
 
 ordered_json plan_simulate(const PlanArguments& arguments, std::string* svg, bool* ok) {
   const plan::ProgramChoice& choice = plan::find_program(arguments.program);
-  const int run_keys = choice.keys > 0 ? choice.keys : 128;
-  const int keys = std::max(arguments.keys, run_keys);
-  if (keys % run_keys != 0 || arguments.queries % 128 != 0) {
-    throw Error(fmt::format("--keys wants a multiple of {}, --queries of 128", run_keys));
+  const int keys = arguments.keys;
+  if (keys % keys_of_run(choice) != 0) {
+    throw Error(fmt::format("--keys: {}, want a multiple of {} for {}", keys, keys_of_run(choice),
+                            choice.name));
+  }
+  if (arguments.queries % 128 != 0) {
+    throw Error(fmt::format("--queries: {}, want a multiple of 128", arguments.queries));
   }
   if (arguments.causal && arguments.queries > keys) {
     throw Error("--causal: more queries than keys would leave rows that see nothing");
@@ -100,38 +143,8 @@ ordered_json plan_simulate(const PlanArguments& arguments, std::string* svg, boo
     return json;
   }
 
-  ordered_json gradients = ordered_json::array();
-  for (const check::OutputResult& output : plan::judge_gradients(data)) {
-    print_out(fmt::format("  {:<3} error {:.2e}, bound {:.2e}: {}\n", output.name, output.error,
-                          output.bound, output.ok ? "ok" : "WRONG"));
-    gradients.push_back({{"name", output.name},
-                         {"error", output.error},
-                         {"bound", output.bound},
-                         {"ok", output.ok}});
-    *ok = *ok && output.ok;
-  }
-  json["gradients"] = gradients;
-
-  // One program alone: the account is of one pair of tiles.
-  plan::HeadData fresh =
-      plan::random_head(arguments.queries, run_keys, choice.head_dim, false, 1, choice.head_dim_v);
-  const plan::Program once = choice.make(fresh, 0);
-  const plan::SimulationResult counted = plan::run(once, fresh);
-  const auto expected = plan::shared_bytes_by_use(plan::find_kernel(choice.kernel));
-  print_out(fmt::format("  shared memory, bytes per CTA and tile {:>10} {:>10}\n", "simulated",
-                        "account"));
-  ordered_json bytes = ordered_json::array();
-  for (int use = 0; use < plan::kNumUses; ++use) {
-    const auto at = static_cast<std::size_t>(use);
-    const double simulated = counted.shared_bytes[0][at] / once.steps;
-    print_out(fmt::format("  {:<38} {:>9.0f} {:>10.0f}\n",
-                          plan::name_of(static_cast<plan::Use>(use)), simulated, expected[at]));
-    bytes.push_back({{"use", plan::name_of(static_cast<plan::Use>(use))},
-                     {"simulated", simulated},
-                     {"account", expected[at]}});
-    *ok = *ok && simulated == expected[at];
-  }
-  json["shared_bytes"] = bytes;
+  json["gradients"] = print_gradients(data, ok);
+  json["shared_bytes"] = print_shared_bytes(choice, arguments.queries, ok);
   return json;
 }
 

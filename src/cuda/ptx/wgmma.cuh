@@ -63,7 +63,7 @@ __device__ __forceinline__ void wgmma_wait() {
                : FG_R_N##n(d)                                                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "n"(kAccumulate ? 1 : 0), "n"(kTransB))
 
-// A and B from shared memory, by descriptors (tile/swizzle.hpp). kTrans 1: the operand is MN-major.
+// A and B from shared memory, by descriptors (tile/swizzle.hpp). kTransA, kTransB 1: the operand is MN-major.
 template <int kN, class T, bool kAccumulate, int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], std::uint64_t desc_a, std::uint64_t desc_b) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;

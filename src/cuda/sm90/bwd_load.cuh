@@ -63,7 +63,7 @@ struct Loader {
     std::uint32_t statistic_destination;
   };
 
-  // kFirstBox, kNumBoxes: which 64 columns, packed together. With kShared each CTA of the cluster
+  // first_box, kNumBoxes: which 64 columns, packed together. With kShared each CTA of the cluster
   // loads its box for both.
   template <int kRows, int kNumBoxes, bool kShared, class Keep>
   __device__ void load(const Job& job, int first_box, Keep&& keep) {
