@@ -21,6 +21,7 @@ from ._layout import HEADS_FIRST, Layout, empty_like, parts
 from ._operators import (
     SingleLevelFunction,
     backward_op,
+    below_autograd,
     differentiate,
     empty_results,
     forward_kernel,
@@ -176,7 +177,7 @@ class _Forward(SingleLevelFunction):
         if direct:
             out, lse = forward_kernel(*parts, sinks, *options)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 out, lse = forward_op(*parts, sinks, *options)
         # The lengths too, so that autograd notices if they are others by then.
         ctx.save_for_backward(*tensors, out, lse, sinks, *options[:_NUM_AFTER_SINKS])
