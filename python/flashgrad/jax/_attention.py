@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from .._call import pack_options
 from .._functions import Alignment, band, is_top_left
@@ -94,7 +95,7 @@ def _attention(options: bytes, tensors: Tensors) -> tuple[Any, Any]:
 
 
 def _attention_fwd(options: bytes, tensors: Tensors) -> tuple[Any, Any]:
-    # By the differentiable function: whoever differentiates this again gets to _refuse.
+    # By the differentiable function: whoever differentiates this again gets to _gradients_bwd.
     out, lse = _attention(options, tensors)
     return (out, lse), {**tensors, "out": out, "lse": lse}
 
@@ -114,14 +115,22 @@ def _gradients(options: bytes, tensors: Tensors) -> Tensors:
     return _mappable(_backward, options)(tensors)
 
 
-def _refuse(*arguments: Any) -> Any:
+def _gradients_fwd(options: bytes, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    tensors = {name: x.value for name, x in tensors.items()}
+    return _gradients(options, tensors), tensors
+
+
+def _gradients_bwd(options: bytes, tensors: Tensors, cotangents: Tensors) -> Any:
+    """Refuses, unless nobody wants it: of ``value_and_grad`` only the value may be differentiated."""
+    if all(isinstance(x, SymbolicZero) for x in cotangents.values()):
+        return (dict.fromkeys(tensors),)
     raise NotImplementedError(
         "flashgrad: double backward is not supported: the gradients of attention can't be "
         "differentiated again"
     )
 
 
-_gradients.defvjp(_refuse, _refuse)
+_gradients.defvjp(_gradients_fwd, _gradients_bwd, symbolic_zeros=True)
 
 
 def _as_array(name: str, x: Any) -> jax.Array:
