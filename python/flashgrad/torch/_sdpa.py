@@ -98,7 +98,8 @@ def scaled_dot_product_attention(
         )
     else:
         check_tensor("attn_mask", attn_mask)
-        band = read_mask(attn_mask, (*leading, q.shape[2], k.shape[2]), q.shape[0])
+        shape = (*leading, q.shape[2], k.shape[2])
+        band = read_mask(attn_mask, shape, q.shape[0], q.device)
         out = band_attention(q, k, v, band, HEADS_FIRST, scale=scale)
     return out if q is query else out.reshape(*leading, *out.shape[-2:])
 
