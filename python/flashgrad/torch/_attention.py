@@ -44,8 +44,9 @@ def check_tensor(name: str, x: Any) -> None:
         raise TypeError(f"flashgrad: {name}: a {type(x).__name__}, want a Tensor")
     if x.is_nested:
         raise NotImplementedError(
-            f"flashgrad: {name}: a nested tensor, want a dense one: give the values and offsets of "
-            "its sequences to flash_attn_varlen_func"
+            f"flashgrad: {name}: a nested tensor, want a dense one (or, in "
+            "scaled_dot_product_attention, three jagged ones, batch, heads, seqlen, head_dim): give "
+            "the values and offsets of its sequences to flash_attn_varlen_func"
         )
     if x.layout != torch.strided:
         raise NotImplementedError(f"flashgrad: {name}: {x.layout}, want a dense tensor")
