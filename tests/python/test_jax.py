@@ -362,6 +362,10 @@ def test_errors_of_the_library():
     )
     with pytest.raises(ValueError, match="query: 2 dimensions"):
         fgj.dot_product_attention(q[0, 0], k, v)
+    with pytest.raises(TypeError, match="q: a NoneType, want an array"):
+        fgj.attention(None, k, v)
+    with pytest.raises(TypeError, match="key: a str, want an array"):
+        fgj.dot_product_attention(q, "k", v)
 
 
 def each(function, axes, *inputs):

@@ -133,8 +133,11 @@ def _gradients_bwd(options: bytes, tensors: Tensors, cotangents: Tensors) -> Any
 _gradients.defvjp(_gradients_fwd, _gradients_bwd, symbolic_zeros=True)
 
 
-def _as_array(name: str, x: Any) -> jax.Array:
-    array = jnp.asarray(x)
+def as_array(name: str, x: Any) -> jax.Array:
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"flashgrad: {name}: a {type(x).__name__}, want an array") from error
     # Without jax_enable_x64 JAX cuts NumPy's integers to 32 bits without a word.
     if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
         if not np.array_equal(x.astype(array.dtype), x):
@@ -230,7 +233,11 @@ def attention(
         "cu_seqlens_kv": cu_seqlens_kv, "seqused_q": seqused_q, "seqused_kv": seqused_kv,
         "q_offset": q_offset,
     }  # fmt: skip
-    tensors = {name: _as_array(name, x) for name, x in tensors.items() if x is not None}
+    tensors = {
+        name: as_array(name, x)
+        for name, x in tensors.items()
+        if x is not None or name in ("q", "k", "v")
+    }
     if q_offset is not None and not jnp.issubdtype(tensors["q_offset"].dtype, np.integer):
         raise ValueError(f"flashgrad: q_offset: dtype {tensors['q_offset'].dtype}, want integers")
     axes = varying_axes(tensors.values())
