@@ -286,7 +286,7 @@ def attend(
         )
     if attention_mask is not None:
         shape = (*query.shape[:3], key.shape[2])
-        band = read_mask(attention_mask, shape, shape[0])
+        band = read_mask(attention_mask, shape, shape[0], query.device)
         return band_attention(*tensors, band, HEADS_FIRST_TO_ROWS, **options), None
     out, _ = attention(
         *tensors, layout=HEADS_FIRST_TO_ROWS, **_window(causal, sliding_window), **options

@@ -227,6 +227,21 @@ def test_double_backward_is_refused():
         jax.grad(lambda q: jax.grad(loss)(q).sum())(q)
 
 
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["alone", "jit"])
+def test_a_value_beside_gradients_is_differentiable(inner):
+    """What the outer grad sees is the inner one's value, not its gradients."""
+    q, k, v = qkv()
+
+    def value(attend, q):
+        return inner(jax.value_and_grad(lambda k: (attend(q, k, v) ** 2).sum()))(k)[0]
+
+    got, want = (
+        jax.grad(lambda q: value(attend, q))(q)
+        for attend in (fgj.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    close(got, want)
+
+
 def test_packed_sequences_and_offsets():
     q, k, v, dout = arrays((12, 4, 8), *[(19, 2, 8)] * 2, (12, 4, 8))
     cu_q, cu_kv = jnp.array([0, 5, 5, 12], jnp.int32), jnp.array([0, 9, 12, 19], jnp.int32)
@@ -347,6 +362,10 @@ def test_errors_of_the_library():
     )
     with pytest.raises(ValueError, match="query: 2 dimensions"):
         fgj.dot_product_attention(q[0, 0], k, v)
+    with pytest.raises(TypeError, match="q: a NoneType, want an array"):
+        fgj.attention(None, k, v)
+    with pytest.raises(TypeError, match="key: a str, want an array"):
+        fgj.dot_product_attention(q, "k", v)
 
 
 def each(function, axes, *inputs):

@@ -217,6 +217,8 @@ def test_refusals():
         fgt.scaled_dot_product_attention(q, k[:2], v)
     with pytest.raises(RuntimeError, match="key: 2 heads"):  # PyTorch's error
         fgt.scaled_dot_product_attention(q, *tensors(heads_kv=2)[1:])
+    with pytest.raises(ValueError, match="attention mask: on meta, want cpu"):
+        fgt.scaled_dot_product_attention(q, k, v, BAND.to("meta"))
     with pytest.raises(TypeError, match="value: a NoneType, want a Tensor"):
         fgt.scaled_dot_product_attention(q, k, None)
     with pytest.raises(TypeError, match="attn_mask: a list, want a Tensor"):
@@ -224,6 +226,30 @@ def test_refusals():
     nested = torch.nested.nested_tensor([q[0].detach(), q[1].detach()])
     with pytest.raises(NotImplementedError, match="query: a nested tensor"):
         fgt.scaled_dot_product_attention(nested, nested, nested)
+
+
+def test_masks_under_grad():
+    """What torch.func.grad has wrapped can be read; a bias whose gradient it wants is refused."""
+    q, k, v = (x.detach() for x in tensors())
+
+    def loss(q, mask):
+        return fgt.scaled_dot_product_attention(q, k, v, mask.clone()).square().sum()
+
+    bias = torch.zeros(ROWS, KEYS).masked_fill(~BAND, -math.inf)
+    want = torch.func.grad(lambda q: reference(q, k, v, BAND).square().sum())(q)
+    for mask in (BAND, bias):
+        got = torch.func.grad(loss)(q, mask)
+        torch.testing.assert_close(got, want, rtol=0, atol=3e-5)
+    words = "torch.float32 that requires grad"
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.grad(loss, 1)(q, bias)
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.grad(lambda bias: torch.func.grad(loss)(q, bias).sum())(bias)
+
+
+def test_masks_on_meta():
+    q, k, v = (x.detach().to("meta") for x in tensors())
+    assert fgt.scaled_dot_product_attention(q, k, v, BAND.to("meta")).shape == q.shape
 
 
 def test_masks_under_compile_are_refused():

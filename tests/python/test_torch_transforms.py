@@ -140,6 +140,45 @@ def test_torch_func(transform):
         close(a, b)
 
 
+NESTED = {
+    "grad of vjp's value": lambda f, k, v: torch.func.grad(
+        lambda q: torch.func.vjp(lambda k: f(q, k, v), k)[0].square().sum()
+    ),
+    "backward through vjp's value": lambda f, k, v: lambda q: torch.autograd.grad(
+        torch.func.vjp(lambda k: f(q, k, v), k)[0].square().sum(), q
+    )[0],
+    "grad of vmap of grad's value": lambda f, k, v: torch.func.grad(
+        lambda q: torch.func.vmap(
+            lambda q: torch.func.grad_and_value(lambda k: f(q, k, v).square().sum())(k)[1]
+        )(q[None]).sum()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", NESTED.values(), ids=NESTED.keys())
+def test_nested_torch_func(transform):
+    """The inner transform is of k only; the outer one must see q."""
+    q, k, v = (x[:, :5, :, :4] for x in qkv(heads_k=4))
+    got, want = (transform(f, k.detach(), v.detach())(q) for f in (top_left, pytorch))
+    assert want.abs().max() > 0.1
+    close(got, want)
+
+
+def test_what_nested_torch_func_can_not_do_is_refused():
+    q, k, v = (x.detach() for x in qkv())
+    gradient = torch.func.grad(lambda q, k: fgt.flash_attn_func(q, k, v).square().sum())
+    words = "double backward is not supported"
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.grad(lambda q: gradient(q, k).sum())(q)
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.vmap(torch.func.grad(lambda k: gradient(q, k).sum()))(k[None])
+    words = "forward-mode differentiation .* is not supported"
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.jvp(
+            lambda q: torch.func.vjp(lambda k: fgt.flash_attn_func(q, k, v), k)[0], (q,), (q,)
+        )
+
+
 def each(function, dims, *inputs):
     """What vmap means: function at each index of the mapped axes, stacked."""
     count = next(x.shape[d] for x, d in zip(inputs, dims) if d is not None)

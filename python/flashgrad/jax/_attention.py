@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from .._call import pack_options
 from .._functions import Alignment, band, is_top_left
@@ -94,7 +95,7 @@ def _attention(options: bytes, tensors: Tensors) -> tuple[Any, Any]:
 
 
 def _attention_fwd(options: bytes, tensors: Tensors) -> tuple[Any, Any]:
-    # By the differentiable function: whoever differentiates this again gets to _refuse.
+    # By the differentiable function: whoever differentiates this again gets to _gradients_bwd.
     out, lse = _attention(options, tensors)
     return (out, lse), {**tensors, "out": out, "lse": lse}
 
@@ -114,18 +115,29 @@ def _gradients(options: bytes, tensors: Tensors) -> Tensors:
     return _mappable(_backward, options)(tensors)
 
 
-def _refuse(*arguments: Any) -> Any:
+def _gradients_fwd(options: bytes, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    tensors = {name: x.value for name, x in tensors.items()}
+    return _gradients(options, tensors), tensors
+
+
+def _gradients_bwd(options: bytes, tensors: Tensors, cotangents: Tensors) -> Any:
+    """Refuses, unless nobody wants it: of ``value_and_grad`` only the value may be differentiated."""
+    if all(isinstance(x, SymbolicZero) for x in cotangents.values()):
+        return (dict.fromkeys(tensors),)
     raise NotImplementedError(
         "flashgrad: double backward is not supported: the gradients of attention can't be "
         "differentiated again"
     )
 
 
-_gradients.defvjp(_refuse, _refuse)
+_gradients.defvjp(_gradients_fwd, _gradients_bwd, symbolic_zeros=True)
 
 
-def _as_array(name: str, x: Any) -> jax.Array:
-    array = jnp.asarray(x)
+def as_array(name: str, x: Any) -> jax.Array:
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"flashgrad: {name}: a {type(x).__name__}, want an array") from error
     # Without jax_enable_x64 JAX cuts NumPy's integers to 32 bits without a word.
     if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
         if not np.array_equal(x.astype(array.dtype), x):
@@ -221,7 +233,11 @@ def attention(
         "cu_seqlens_kv": cu_seqlens_kv, "seqused_q": seqused_q, "seqused_kv": seqused_kv,
         "q_offset": q_offset,
     }  # fmt: skip
-    tensors = {name: _as_array(name, x) for name, x in tensors.items() if x is not None}
+    tensors = {
+        name: as_array(name, x)
+        for name, x in tensors.items()
+        if x is not None or name in ("q", "k", "v")
+    }
     if q_offset is not None and not jnp.issubdtype(tensors["q_offset"].dtype, np.integer):
         raise ValueError(f"flashgrad: q_offset: dtype {tensors['q_offset'].dtype}, want integers")
     axes = varying_axes(tensors.values())

@@ -7,10 +7,9 @@ import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ._attention import attention, refuse_traced
+from ._attention import as_array, attention, refuse_traced
 
 
 def dot_product_attention(
@@ -90,7 +89,9 @@ def dot_product_attention(
     refuse_traced(
         is_causal=is_causal, local_window_size=local_window_size, return_residual=return_residual
     )
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = (
+        as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
     shape = query.shape
     if query.ndim == key.ndim == value.ndim == 3:
         query, key, value = query[None], key[None], value[None]

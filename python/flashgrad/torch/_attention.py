@@ -21,6 +21,7 @@ from ._layout import HEADS_FIRST, Layout, empty_like, parts
 from ._operators import (
     SingleLevelFunction,
     backward_op,
+    below_autograd,
     differentiate,
     empty_results,
     forward_kernel,
@@ -43,8 +44,9 @@ def check_tensor(name: str, x: Any) -> None:
         raise TypeError(f"flashgrad: {name}: a {type(x).__name__}, want a Tensor")
     if x.is_nested:
         raise NotImplementedError(
-            f"flashgrad: {name}: a nested tensor, want a dense one: give the values and offsets of "
-            "its sequences to flash_attn_varlen_func"
+            f"flashgrad: {name}: a nested tensor, want a dense one (or, in "
+            "scaled_dot_product_attention, three jagged ones, batch, heads, seqlen, head_dim): give "
+            "the values and offsets of its sequences to flash_attn_varlen_func"
         )
     if x.layout != torch.strided:
         raise NotImplementedError(f"flashgrad: {name}: {x.layout}, want a dense tensor")
@@ -176,7 +178,7 @@ class _Forward(SingleLevelFunction):
         if direct:
             out, lse = forward_kernel(*parts, sinks, *options)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 out, lse = forward_op(*parts, sinks, *options)
         # The lengths too, so that autograd notices if they are others by then.
         ctx.save_for_backward(*tensors, out, lse, sinks, *options[:_NUM_AFTER_SINKS])

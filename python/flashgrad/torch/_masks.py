@@ -85,7 +85,9 @@ def seen_keys(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return bits.argmax(-1), mask.shape[-1] - 1 - bits.flip(-1).argmax(-1), mask.sum(-1)
 
 
-def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand:
+def read_mask(
+    mask: torch.Tensor, shape: tuple[int, ...], batch: int, device: torch.device
+) -> KeyBand:
     """Recognises a mask that broadcasts to (..., heads, seqlen_q, seqlen_kv).
 
     Parameters
@@ -97,22 +99,30 @@ def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand
         What it is broadcast to: all leading dimensions, seqlen_q, seqlen_kv.
     batch : int
         The product of the dimensions before the heads.
+    device : torch.device
+        The query's.
 
     Raises
     ------
     ValueError
-        It does not broadcast.
+        It does not broadcast, or lies on another device.
     NotImplementedError
         It is no band or padding, its gradient is wanted, or it can't be read: under torch.compile,
-        CUDA graph capture and transforms of torch.func its content is not known.
+        CUDA graph capture and vmap its content is not known.
     """
     what = "a boolean mask" if mask.dtype == torch.bool else f"a bias of dtype {mask.dtype}"
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(REFUSED.format(f"{what} that requires grad"))
+    if mask.device != device:
+        raise ArgumentError(f"flashgrad: attention mask: on {mask.device}, want {device} (query's)")
+    wanted = mask.requires_grad and torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         raise NotImplementedError(REFUSED.format("a tensor under torch.compile"))
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(REFUSED.format("a tensor under CUDA graph capture"))
+    while torch._C._functorch.is_gradtrackingtensor(mask):  # torch.func.grad has wrapped it
+        mask = torch._C._functorch.get_unwrapped(mask)
+        wanted |= mask.requires_grad and torch.is_grad_enabled()
+    if wanted:
+        raise NotImplementedError(REFUSED.format(f"{what} that requires grad"))
     if torch._C._functorch.is_functorch_wrapped_tensor(mask):
         raise NotImplementedError(REFUSED.format("a tensor that torch.func transforms"))
     same = torch.ones((), dtype=torch.bool, device=mask.device)
@@ -129,7 +139,7 @@ def read_mask(mask: torch.Tensor, shape: tuple[int, ...], batch: int) -> KeyBand
         raise ArgumentError(
             f"flashgrad: attention mask: shape {tuple(mask.shape)}, want broadcastable to {shape}"
         ) from None
-    if mask.numel() == 0:
+    if mask.numel() == 0 or mask.is_meta:  # then only the results' shapes matter
         return KeyBand(None, None)
     rows, keys = shape[-2:]
     heads = shape[-3] if len(shape) > 2 else 1

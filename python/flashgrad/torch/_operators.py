@@ -13,7 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -184,7 +185,7 @@ class _Backward(SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return backward_op(*arguments)
 
     @staticmethod
@@ -206,6 +207,21 @@ def records(tensors: Iterable[Any]) -> bool:
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 return True
     return False
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Where an autograd.Function calls its operator.
+
+    Autograd has switched recording off by then. Of several transforms of torch.func it has recorded
+    for one only: those around it record in the operator.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            yield
+            return
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            yield
 
 
 def record(function: Any, *arguments: Any) -> Any:

@@ -12,6 +12,7 @@ from .._library import ArgumentError
 from ._masks import band_attention, read_mask
 from ._attention import attention, check_tensor
 from ._layout import HEADS_FIRST
+from ._nested import is_served, nested_attention
 
 
 def scaled_dot_product_attention(
@@ -30,7 +31,8 @@ def scaled_dot_product_attention(
     ----------
     query : Tensor (..., heads, L, E)
         float32, bfloat16, float16, or float64 (reference backend). Leading dimensions broadcast;
-        they may be missing.
+        they may be missing. query, key and value may be jagged nested tensors
+        (batch, heads, L, E) of sequences of different L and S, without a mask.
     key : Tensor (..., heads_kv, S, E)
     value : Tensor (..., heads_kv, S, E_v)
     attn_mask : optional
@@ -58,7 +60,7 @@ def scaled_dot_product_attention(
     ValueError
         Shapes, dtypes or options contradict each other. It is a RuntimeError too, as PyTorch's.
     NotImplementedError
-        Dropout, any other mask, nested tensors, and what ``flash_attn_func`` refuses.
+        Dropout, any other mask, other nested tensors, and what ``flash_attn_func`` refuses.
 
     Examples
     --------
@@ -79,6 +81,10 @@ def scaled_dot_product_attention(
         )
     if is_causal and attn_mask is not None:
         raise ArgumentError("flashgrad: attn_mask: given with is_causal, want one of them")
+    if is_served(query) and is_served(key) and is_served(value):
+        if attn_mask is not None:
+            raise NotImplementedError("flashgrad: attn_mask: given with nested tensors, want None")
+        return nested_attention(query, key, value, is_causal, scale, enable_gqa)
     for x in (query, key, value):
         if not isinstance(x, torch.Tensor) or x.is_nested or x.ndim < 2:
             _refuse(query=query, key=key, value=value)
@@ -98,7 +104,8 @@ def scaled_dot_product_attention(
         )
     else:
         check_tensor("attn_mask", attn_mask)
-        band = read_mask(attn_mask, (*leading, q.shape[2], k.shape[2]), q.shape[0])
+        shape = (*leading, q.shape[2], k.shape[2])
+        band = read_mask(attn_mask, shape, q.shape[0], q.device)
         out = band_attention(q, k, v, band, HEADS_FIRST, scale=scale)
     return out if q is query else out.reshape(*leading, *out.shape[-2:])
 
