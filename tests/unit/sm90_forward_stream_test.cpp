@@ -26,20 +26,40 @@ bool streams(const Problem& p, FwdVariant arithmetic) {
   if (variant) {
     const FwdStreamConfig& c = fwd_stream_config(*variant);
     EXPECT_EQ(c.arithmetic, arithmetic);
-    EXPECT_LE(p.seqlen_kv, c.pairs * c.block_n());
   }
   return variant.has_value();
 }
 
-TEST(Sm90ForwardStream, PiecesOfSharedMemoryFollowEachOther) {
+FwdBlocks blocks_of(const FwdStreamConfig& config, int keys) {
+  const int end = (keys + config.block_n() - 1) / config.block_n();
+  return {0, 0, keys / config.block_n(), end};
+}
+
+TEST(Sm90ForwardStream, SharedMemoryHoldsWhatTheLayoutSays) {
   for (const FwdStreamConfig& c : kFwdStreamConfigs) {
     EXPECT_TRUE(c.valid());
     EXPECT_EQ(c.q_bytes() % tile::kTileAlignment, 0);
-    EXPECT_EQ(c.kv_bytes() % tile::kTileAlignment, 0);
-    EXPECT_EQ(c.row_keys_offset() % 8, 0);
-    EXPECT_EQ(c.barrier_offset() % 8, 0);
-    EXPECT_EQ(c.few_keys % 16, 0);
-    EXPECT_LE(c.few_keys, c.block_n());
+    EXPECT_EQ(c.kv_bytes(c.block_n()) % tile::kTileAlignment, 0);
+    EXPECT_EQ(c.kBarrierOffset % 8, 0);
+    for (int keys = 1; keys <= 256; ++keys) {
+      const FwdStreamLayout l = stream_layout(c, blocks_of(c, keys), keys);
+      EXPECT_GE(l.q_slots, 3);  // a slot for each consumer
+      EXPECT_LE(l.q_slots, c.kMaxQSlots);
+      EXPECT_LE(l.pairs, c.kMaxPairs);
+      EXPECT_LE(l.last_pairs, c.kMaxPairs);
+      EXPECT_LE(l.q_slots * c.q_bytes() + l.pairs * 2 * c.kv_bytes(c.block_n()) +
+                    l.last_pairs * 2 * c.kv_bytes(l.last_keys),
+                c.kTileBytes);
+      // All keys of a head at once, which a tile needs.
+      const int last = l.last_pairs > 0 ? l.last_keys : 0;
+      EXPECT_GE(l.pairs * c.block_n() + last, keys) << keys;
+      const int in_last_block = keys - (keys - 1) / c.block_n() * c.block_n();
+      if (l.last_pairs > 0) {
+        EXPECT_GE(last, in_last_block);
+        EXPECT_LT(last, c.block_n());
+        EXPECT_EQ(c.kv_bytes(last) % tile::kTileAlignment, 0);
+      }
+    }
   }
 }
 

@@ -33,6 +33,10 @@ __device__ __forceinline__ void wgmma_wait() {
 #define FG_D7 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FG_R16(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]), "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
 
+#define FG_D_N16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FG_R_N16(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define FG_D_N32 FG_D0
+#define FG_R_N32(d) FG_R16(d, 0)
 #define FG_D_N48 FG_D0 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define FG_R_N48(d) FG_R16(d, 0), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
 #define FG_D_N64 FG_D0 ", " FG_D1
@@ -67,8 +71,16 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int kN, class T, bool kAccumulate, int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma_ss(float (&d)[kN / 2], std::uint64_t desc_a, std::uint64_t desc_b) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  static_assert(kN == 48 || kN == 64 || kN == 80 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "no wrapper for this N yet");
-  if constexpr (kN == 48 && kBf16) {
+  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 80 || kN == 96 || kN == 128 || kN == 192 || kN == 256, "no wrapper for this N yet");
+  if constexpr (kN == 16 && kBf16) {
+    FG_WGMMA_SS(16, "bf16", "%8", "%9", "%10", "%11", "%12");
+  } else if constexpr (kN == 16 && !kBf16) {
+    FG_WGMMA_SS(16, "f16", "%8", "%9", "%10", "%11", "%12");
+  } else if constexpr (kN == 32 && kBf16) {
+    FG_WGMMA_SS(32, "bf16", "%16", "%17", "%18", "%19", "%20");
+  } else if constexpr (kN == 32 && !kBf16) {
+    FG_WGMMA_SS(32, "f16", "%16", "%17", "%18", "%19", "%20");
+  } else if constexpr (kN == 48 && kBf16) {
     FG_WGMMA_SS(48, "bf16", "%24", "%25", "%26", "%27", "%28");
   } else if constexpr (kN == 48 && !kBf16) {
     FG_WGMMA_SS(48, "f16", "%24", "%25", "%26", "%27", "%28");

@@ -39,12 +39,12 @@ __device__ __forceinline__ std::uint32_t columns_before(int end) {
   return ~__funnelshift_lc(0U, 0xffffffffU, static_cast<unsigned>(count));
 }
 
-// S becomes P, unnormalised, in place. `row_keys` says which keys the thread's first row sees
-// (begin and end), `row_keys + 8` the second; `first_key` is the key of its first column. Returns
+// S becomes P, unnormalised, in place. `row_keys[0]` says which keys the thread's first row sees
+// (begin and end), `row_keys[8]` the second; `first_key` is the key of its first column. Returns
 // whether this warp must multiply O by `rescale`.
-template <int kColumns, bool kScoreFunction, bool kMasked>
+template <int kColumns, bool kScoreFunction, bool kMasked, class RowKeys>
 __device__ __forceinline__ bool softmax_block(float (&s)[kColumns / 2], SoftmaxRows* rows,
-                                              float (&rescale)[2], const int2* row_keys,
+                                              float (&rescale)[2], const RowKeys& row_keys,
                                               int first_key, const FwdParams& p) {
   const float scale = kScoreFunction ? 1.0F : p.scale_log2;
   if constexpr (kScoreFunction) {

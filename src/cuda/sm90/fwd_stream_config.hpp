@@ -14,27 +14,34 @@ namespace flashgrad::sm90 {
 
 struct FwdStreamConfig {
   FwdVariant arithmetic;  // the kernel of fwd.cuh whose bits these are
-  int few_keys;           // computed of a sequence's last block where it has no more
-  int pairs;              // blocks of K and V that shared memory holds
-  int q_slots;            // tiles of 64 rows, likewise
+  // Of a sequence's last block so many keys are computed, the first number that suffices, and where
+  // none does, block_n.
+  int fewest_keys, few_keys;
 
   static constexpr int kThreads = 512;
   static constexpr int kMaxTables = 4;  // tiles of a sequence that are described on the host
+  static constexpr int kMaxQSlots = 16;
+  static constexpr int kMaxPairs = 8;  // of whole blocks, and of last ones
 
   constexpr const FwdConfig& widths() const { return fwd_config(arithmetic); }
   constexpr int block_n() const { return widths().block_n; }
   constexpr int q_bytes() const { return FwdConfig::bytes(64, widths().head_dim); }
-  constexpr int kv_bytes() const { return FwdConfig::bytes(block_n(), widths().head_dim); }
-  constexpr int k_offset() const { return q_slots * q_bytes(); }
-  constexpr int row_keys_offset() const { return k_offset() + 2 * pairs * kv_bytes(); }
-  constexpr int barrier_offset() const {
-    return row_keys_offset() + 3 * 64 * FwdConfig::kRowKeysBytes;
+  // Of K, or V.
+  constexpr int kv_bytes(int keys) const { return FwdConfig::bytes(keys, widths().head_dim); }
+  // The keys of a last block as they are loaded and computed, if it has `keys`.
+  constexpr int last_keys(int keys) const {
+    return keys <= fewest_keys ? fewest_keys : keys <= few_keys ? few_keys : block_n();
   }
-  constexpr int num_barriers() const { return 3 * pairs + 2 * q_slots; }
-  constexpr int shared_bytes() const { return barrier_offset() + 8 * num_barriers(); }
+  // Barriers stand at the end: Q's arrivals, a multiple of the consumers and no fewer than the
+  // slots; empty of each slot; full of K, of V, and empty of each pair.
+  static constexpr int kNumArrivals = (kMaxQSlots + 2) / 3 * 3;
+  static constexpr int kNumBarriers = kNumArrivals + kMaxQSlots + 3 * 2 * kMaxPairs;
+  static constexpr int kBarrierOffset = FwdConfig::kSharedBytes - 8 * kNumBarriers;
+  static constexpr int kTileBytes = kBarrierOffset / tile::kTileAlignment * tile::kTileAlignment;
   constexpr bool valid() const {
-    return shared_bytes() <= FwdConfig::kSharedBytes && widths().num_consumers == 3 &&
-           widths().head_dim == widths().head_dim_v;
+    return widths().num_consumers == 3 && widths().head_dim == widths().head_dim_v &&
+           fewest_keys % 16 == 0 && few_keys % 16 == 0 && fewest_keys < few_keys &&
+           few_keys < block_n();
   }
 };
 
@@ -54,6 +61,15 @@ constexpr const FwdStreamConfig& fwd_stream_config(FwdStreamVariant variant) {
   return kFwdStreamConfigs[static_cast<int>(variant)];
 }
 
+// What shared memory holds: from its start on slots of Q, pairs of whole blocks, pairs of last
+// blocks.
+struct FwdStreamLayout {
+  std::int32_t q_slots;
+  std::int32_t pairs;
+  std::int32_t last_pairs;  // 0: last blocks are whole
+  std::int32_t last_keys;   // of a last block's place
+};
+
 struct FwdStreamParams {
   FwdParams base;  // block_m is 64
   cuda::Divisor group;
@@ -62,10 +78,18 @@ struct FwdStreamParams {
   std::uint32_t num_chunks;
   std::uint32_t num_tiles;  // of a key head: row blocks times query heads
   std::uint32_t tiles_per_chunk;
-  Band band;                 // of every sequence
-  FwdBlocks blocks;          // that any row sees
-  std::uint32_t num_tables;  // of the row blocks' key blocks: of all, or 0
+  Band band;              // of every sequence
+  FwdBlocks blocks;       // that any row sees
+  std::int32_t lo, hi;    // the band's, or as far beyond all rows and keys
+  std::int32_t num_keys;  // of every sequence
+  FwdStreamLayout layout;
+  std::uint32_t num_tables;  // of the row blocks' key blocks: of all, 1 if they are alike, or 0
   FwdBlocks tables[FwdStreamConfig::kMaxTables];
+};
+
+struct FwdStreamMaps {
+  FwdMaps whole;
+  CUtensorMap last_k, last_v;  // of last_keys
 };
 
 }  // namespace flashgrad::sm90

@@ -35,7 +35,8 @@ inline std::optional<FwdStreamVariant> stream_forward_variant(const Problem& p,
   const std::int64_t keys = p.seqlen_kv;
   const bool hides_keys = p.mask.right < kUnboundedFrom;
   bool is_faster = false;
-  if (keys < 1 || keys > 256) {
+  constexpr std::int64_t kMaxRows = std::int64_t{1} << 29;  // sums of rows and keys have 32 bits
+  if (keys < 1 || keys > 256 || rows > kMaxRows) {
   } else if (rows > 256) {
     is_faster = width <= 64 || keys <= config->block_n();
   } else if (std::max(rows, keys) <= 64) {
@@ -74,6 +75,49 @@ inline StreamChunks stream_chunks(const Problem& p, std::int64_t slots) {
     }
   }
   return best;
+}
+
+// Three slots and the pairs of a head, which a head's tiles need at once; then, as far as there is
+// room, what the next head needs first: its first pair or two, a slot, and more pairs; and what is
+// left is slots.
+inline FwdStreamLayout stream_layout(const FwdStreamConfig& config, const FwdBlocks& blocks,
+                                     int num_keys) {
+  FwdStreamLayout layout{3, blocks.end - blocks.begin, 0, 0};
+  if (layout.pairs > 0) {
+    const int left = num_keys - (blocks.end - 1) * config.block_n();
+    const int last = config.last_keys(left);
+    if (last < config.block_n()) {
+      --layout.pairs;
+      layout.last_pairs = 1;
+      layout.last_keys = last;
+    }
+  }
+  const int pair_bytes = 2 * config.kv_bytes(config.block_n());
+  const int last_bytes = 2 * config.kv_bytes(layout.last_keys);
+  int left = FwdStreamConfig::kTileBytes - layout.q_slots * config.q_bytes() -
+             layout.pairs * pair_bytes - layout.last_pairs * last_bytes;
+  const auto add = [&](int bytes, std::int32_t* count, int most) {
+    const bool fits = bytes <= left && *count < most;
+    if (fits) {
+      left -= bytes;
+      ++*count;
+    }
+    return fits;
+  };
+  const int pairs = layout.pairs;
+  if (layout.last_pairs > 0) {
+    add(last_bytes, &layout.last_pairs, FwdStreamConfig::kMaxPairs);
+  }
+  if (pairs > 0) {
+    add(pair_bytes, &layout.pairs, FwdStreamConfig::kMaxPairs);
+  }
+  add(config.q_bytes(), &layout.q_slots, FwdStreamConfig::kMaxQSlots);
+  for (int i = 1; i < pairs; ++i) {
+    add(pair_bytes, &layout.pairs, FwdStreamConfig::kMaxPairs);
+  }
+  while (add(config.q_bytes(), &layout.q_slots, FwdStreamConfig::kMaxQSlots)) {
+  }
+  return layout;
 }
 
 }  // namespace flashgrad::sm90
