@@ -17,10 +17,10 @@ namespace flashgrad::sm90 {
 // whose bits it has, and than that of fwd_short.cuh; else none.
 //
 // H200, us of fwd.cuh or fwd_short.cuh / here, 16k tokens, 16 heads: head_dim 128, full, sequences
-// of 64 73 / 75, of 100 97 / 81, of 160 81 / 83, of 256 123 / 109, of 320 116 / 121; causal, of 160
-// 83 / 82, of 256 105 / 94; head_dim 96, full, of 64 65 / 60; head_dim 64, of 128 full 51 / 49,
-// causal 52 / 53. 4 x 4096 rows: head_dim 128, 256 keys 94 / 101, head_dim 64 67 / 65. A tile of
-// fwd.cuh has 192 rows: 129 to 192 are one.
+// of 64 73 / 75, of 100 97 / 81, of 160 83 / 83, of 256 123 / 98, of 320 116 / 121; causal, of 256
+// 105 / 85; head_dim 96, full, of 64 65 / 60; head_dim 64, of 128 full 51 / 50, causal 52 / 52.
+// 4 x 4096 rows and 256 keys, head_dim 128 94 / 88, head_dim 64 67 / 61. A tile of fwd.cuh has 192
+// rows: 129 to 192 are one.
 inline std::optional<FwdStreamVariant> stream_forward_variant(const Problem& p,
                                                               FwdVariant arithmetic) {
   const auto* const config =
@@ -38,7 +38,7 @@ inline std::optional<FwdStreamVariant> stream_forward_variant(const Problem& p,
   constexpr std::int64_t kMaxRows = std::int64_t{1} << 29;  // sums of rows and keys have 32 bits
   if (keys < 1 || keys > 256 || rows > kMaxRows) {
   } else if (rows > 256) {
-    is_faster = width <= 64 || keys <= config->block_n();
+    is_faster = width <= 64 || keys <= config->block_n() || (width == 128 && !hides_keys);
   } else if (std::max(rows, keys) <= 64) {
     is_faster = width == 96;
   } else if (width <= 64) {
@@ -80,6 +80,10 @@ inline StreamChunks stream_chunks(const Problem& p, std::int64_t slots) {
 // Three slots and the pairs of a head, which a head's tiles need at once; then, as far as there is
 // room, what the next head needs first: its first pair or two, a slot, and more pairs; and what is
 // left is slots.
+// More than four slots gain nothing, and at head_dim 64 they cost (H200, 16k tokens, of 128: four
+// 50 us, sixteen 54).
+inline constexpr int kUsefulSlots = 4;
+
 inline FwdStreamLayout stream_layout(const FwdStreamConfig& config, const FwdBlocks& blocks,
                                      int num_keys) {
   FwdStreamLayout layout{3, blocks.end - blocks.begin, 0, 0};
@@ -111,11 +115,11 @@ inline FwdStreamLayout stream_layout(const FwdStreamConfig& config, const FwdBlo
   if (pairs > 0) {
     add(pair_bytes, &layout.pairs, FwdStreamConfig::kMaxPairs);
   }
-  add(config.q_bytes(), &layout.q_slots, FwdStreamConfig::kMaxQSlots);
-  for (int i = 1; i < pairs; ++i) {
+  add(config.q_bytes(), &layout.q_slots, kUsefulSlots);
+  // Two heads more, of heads that are one block.
+  const int more = pairs == 1 && layout.last_pairs == 0 ? 1 : pairs - 1;
+  for (int i = 0; i < more; ++i) {
     add(pair_bytes, &layout.pairs, FwdStreamConfig::kMaxPairs);
-  }
-  while (add(config.q_bytes(), &layout.q_slots, FwdStreamConfig::kMaxQSlots)) {
   }
   return layout;
 }
