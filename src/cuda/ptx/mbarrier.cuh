@@ -59,18 +59,6 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
       : "memory");
 }
 
-// mbarrier.test_wait.parity: whether the phase has completed, without waiting.
-__device__ __forceinline__ bool mbarrier_test(std::uint32_t barrier, std::uint32_t parity) {
-  std::uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // PTX ISA, "st.async": a 32-bit value to the same offset `address` in the shared memory of CTA
 // `cta` of the cluster; its four bytes count for the barrier at `barrier` there.
 __device__ __forceinline__ void store_to_cta(std::uint32_t address, std::uint32_t value,
