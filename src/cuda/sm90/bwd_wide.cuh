@@ -23,7 +23,8 @@
 //                    to places of their own, with the first piece
 //   q_empty          256 (cluster: 512, of both CTAs); lanes of P after (1), of dS after (6) ->
 //                    loader; step
-//   do_empty         256 (512); lanes of dS after (3), of P after (5) -> loader; step
+//   do_empty         256 (512); lanes of dS after (3), of P after (5) (V: once it has come) ->
+//                    loader; step
 //   p_empty          128; dS's lanes, when the copy engine has read the slot -> P; step
 //   landing          1; loader -> loader, for tiles with rows to clear
 //   done             256; lanes of P and dS after their last products -> both; once, without kAhead

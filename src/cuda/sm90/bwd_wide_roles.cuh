@@ -267,7 +267,9 @@ __device__ __forceinline__ void wide_ds_role(const BwdParams& p, const WideTile&
   std::uint32_t resident[kResident / 4];
   Ring<Shared::kQStages>& q_ring = progress.q_ring;
   Ring<Shared::kDoStages>& do_ring = progress.do_ring;
-  arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_ring.stage()));  // K is the other's
+  // K is the other's. It has come before any Q of its stage is waited for: P, which K is needed
+  // for, is waited for first.
+  arrive_in_cluster<Shared::kCluster>(shared.q_empty(q_ring.stage()));
   q_ring.advance();
 #pragma unroll
   for (int piece = 0; piece < Shared::kDoPieces; ++piece) {

@@ -77,13 +77,12 @@ inline StreamChunks stream_chunks(const Problem& p, std::int64_t slots) {
   return best;
 }
 
-// Three slots and the pairs of a head, which a head's tiles need at once; then, as far as there is
-// room, what the next head needs first: its first pair or two, a slot, and more pairs; and what is
-// left is slots.
-// More than four slots gain nothing, and at head_dim 64 they cost (H200, 16k tokens, of 128: four
-// 50 us, sixteen 54).
+// More slots gain nothing, and at head_dim 64 they cost (H200, 16k tokens, of 128: four 50 us,
+// sixteen 54).
 inline constexpr int kUsefulSlots = 4;
 
+// Three slots and the pairs of a head, which a head's tiles need at once; then, as far as there is
+// room, what the next head needs first: its first pair or two, a slot, and more pairs.
 inline FwdStreamLayout stream_layout(const FwdStreamConfig& config, const FwdBlocks& blocks,
                                      int num_keys) {
   FwdStreamLayout layout{3, blocks.end - blocks.begin, 0, 0};
